@@ -1,0 +1,1 @@
+"""One bound a module, each with one public function."""

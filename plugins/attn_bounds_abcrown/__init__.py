@@ -1,0 +1,1 @@
+"""Verifier plug-in: graph optimisers for alpha-beta-CROWN configs."""

@@ -1,0 +1,1 @@
+"""Verifier plug-in: custom auto_LiRPA bound operators for attention."""
