@@ -37,6 +37,7 @@ LIFTS = (1e-13, 1e-11, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3)
 NAMES = (
     "t", "ball_k", "ball_q", "norm_k", "norm_q", "ratio", "exp", "exp_at", "secant", "square", "entropy", "entropy_at"
 )  # fmt: skip
+STEPS = (0.5, 0.1, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-10)
 WIDEST = 200.0  # score deviations beyond e^200 are left to other methods
 
 
@@ -46,18 +47,54 @@ def recover(c: Centred, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, t
     Infinite where the multipliers are not finite or the range of a score is too wide. The bound is the best over a few
     amounts by which the diagonal is lifted off singularity.
     """
-    kept = project(c, given, LIFTS[0])
-    best, margin = evaluate(c, kept)
-    for lift in LIFTS[1:]:
-        fixed = project(c, given, lift)
-        upper, error = evaluate(c, fixed)
-        better = upper < best
-        best, margin = torch.where(better, upper, best), torch.where(better, error, margin)
-        kept = {
-            name: torch.where(better.reshape(-1, *(1,) * (value.dim() - 1)), fixed[name], value)
-            for name, value in kept.items()
+    best = _Best(c)
+    for lift in LIFTS:
+        best.offer(project(c, given, lift))
+    best.offer(project(c, trivial(c), LIFTS[-1]))
+    first, reach = best.kept["t"], best.upper - best.kept["t"]
+    for fraction in STEPS:  # t + eps / Zmin charges a residual at the worst Z; a larger t need not
+        step = torch.where(torch.isfinite(reach), reach * fraction, torch.zeros_like(reach))
+        best.offer({**best.kept, "t": torch.maximum(first + step, best.kept["t"])})
+    return best.upper, best.error, best.kept
+
+
+class _Best:
+    """The least bound offered so far, problem by problem."""
+
+    def __init__(self, c: Centred) -> None:
+        self.c = c
+        self.upper = torch.full_like(c.f, torch.inf)
+        self.error = torch.zeros_like(c.f)
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def offer(self, y: dict[str, torch.Tensor]) -> None:
+        upper, error = evaluate(self.c, y)
+        better = upper < self.upper
+        self.upper, self.error = torch.where(better, upper, self.upper), torch.where(better, error, self.error)
+        self.kept = {
+            name: torch.where(better.reshape(-1, *(1,) * (value.dim() - 1)), value, self.kept.get(name, value))
+            for name, value in y.items()
         }
-    return best, margin, kept
+
+
+def trivial(c: Centred) -> dict[str, torch.Tensor]:
+    """Multipliers of the bound max_j max_w value_j: what is left where a solver leaves nothing."""
+    K = c.keys
+    zero = torch.zeros_like(c.p)
+    norm_k, norm_q = c.p[:, :K, None] * c.u, torch.zeros_like(c.beta)
+    top = c.v.clone()
+    top[:, :K] += _support(c, c.u) - (c.u * c.wk).sum(-1)
+    if c.own:
+        norm_q[:, -1] = c.p[:, -1:] * c.own_u
+        top[:, -1] += _support(c, c.own_u) - (c.own_u * c.wq).sum(-1)
+    t = top.amax(-1)
+    width = (torch.expm1(c.high) - torch.expm1(c.low)).clamp_min(1e-300)
+    square = c.p * (t.unsqueeze(-1) - top).clamp_min(0.0) / width
+    return {
+        **dict.fromkeys(("exp", "exp_at", "secant", "entropy", "entropy_at"), zero),
+        "t": t, "norm_k": norm_k, "norm_q": norm_q, "square": square, "ratio": torch.ones_like(zero),
+        "ball_k": torch.zeros_like(c.u), "ball_q": torch.zeros_like(c.wq),
+    }  # fmt: skip
 
 
 def project(c: Centred, given: dict[str, torch.Tensor], lift: float) -> dict[str, torch.Tensor]:
@@ -75,7 +112,7 @@ def project(c: Centred, given: dict[str, torch.Tensor], lift: float) -> dict[str
     spent = _cubic(c, y)[0]
     y["ball_k"] = torch.maximum(y["ball_k"], spent + lift * unit * c.weight_k) * (1 + 4 * EPS)
     xl, xu = torch.expm1(c.low), torch.expm1(c.high)
-    size = torch.maximum(-xl, xu).clamp_min(1e-150)
+    size = torch.maximum(-xl, xu).clamp_min(1e-9)
     floor = lift * c.movement.unsqueeze(-1) / size**2
     need = torch.zeros_like(y["square"])
     coupling = _coupling(c, y)
