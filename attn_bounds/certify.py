@@ -18,7 +18,7 @@ from .bounds.result import BatchBound
 from .bounds.vertex import vertex
 from .certificate import Certificate, seal_of
 from .errors import ArgumentError, MethodNotApplicableError
-from .exact import exact, exact_lists
+from .exact import EXACT_NEEDS, exact, exact_lists
 from .problem import HeadProblem
 from .reduced import Reduced, group_key, reduce
 from .regions import Lists
@@ -37,6 +37,16 @@ CHUNK = 96  # problems a batch; more only costs memory
 
 class UnsoundBoundWarning(RuntimeWarning):
     """A bound fell below an attained value: it is thrown away, and a report of the problem is welcome."""
+
+
+def why_not(problem: HeadProblem, method: str) -> str | None:
+    """Why `method` does not apply to `problem`, and which would; None where it does."""
+    if isinstance(problem.placed, Lists):
+        if method not in ("exact", "best"):
+            return f"method: {method!r} bounds balls and boxes; for TokenSubstitutions use method='exact'"
+    elif method == "exact" and not problem.query_is_fixed:
+        return EXACT_NEEDS
+    return None
 
 
 def certify(problem: HeadProblem, method: str = "best", **options: Any) -> Certificate:
@@ -59,6 +69,9 @@ def certify_many(
         raise ArgumentError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
     if device is not None:
         problems = [problem.to(device) for problem in problems]
+    for problem in problems:
+        if (reason := why_not(problem, method)) is not None:
+            raise MethodNotApplicableError(reason)
     groups: dict[tuple, list[int]] = {}
     for index, problem in enumerate(problems):
         groups.setdefault(group_key(problem), []).append(index)
@@ -83,14 +96,15 @@ def _certify_alike(problems: list[HeadProblem], method: str, options: dict[str, 
     else:
         bounds = [(method, _run(method, reduced, options))]
     point = next((bound.point for _, bound in bounds if bound.point is not None), None)
-    if point is None:
-        x, y, _ = ascend(reduced, starts=4)
-    else:
-        x, y = point
+    if point is None and any(problem.found is None for problem in problems):
+        point = ascend(reduced, starts=4)[:2]
+    if point is not None:
+        for i, problem in enumerate(problems):
+            problem.note(attained(problem, point[0][i], point[1][i]))
     seconds = (time.perf_counter() - started) / len(problems)
     spread = (reduced.v0.amax(1) - reduced.v0.amin(1)).tolist()
     return [
-        _assemble(problem, attained(problem, x[i], y[i]), bounds, i, seconds, spread[i])
+        _assemble(problem, problem.found, bounds, i, seconds, spread[i])  # type: ignore[arg-type]
         for i, problem in enumerate(problems)
     ]
 
@@ -169,10 +183,6 @@ def _sealed(
 
 
 def _certify_lists(problem: HeadProblem, method: str, options: dict[str, Any]) -> Certificate:
-    if method not in ("exact", "best"):
-        raise MethodNotApplicableError(
-            f"method: {method!r} bounds balls and boxes; for TokenSubstitutions use method='exact'"
-        )
     if options:
         raise ArgumentError(f"options: 'exact' does not take {', '.join(options)}")
     started = time.perf_counter()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,6 +18,11 @@ from .errors import MethodNotApplicableError
 from .problem import HeadProblem
 from .reduced import EPS, Reduced
 from .regions import Lists
+
+EXACT_NEEDS = (
+    "method: 'exact' needs a query that stands still (query_moves=False) or TokenSubstitutions; where the query moves "
+    "use method='best' or 'lagrangian', which is exact at small radii"
+)
 
 # s, v at the inner maximum of every key, and where it is (an angle, or a position on the zonotope's upper chain).
 Inner = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -28,10 +34,7 @@ def exact(reduced: Reduced) -> BatchBound:
     Raises: MethodNotApplicableError where the query moves.
     """
     if not reduced.query_fixed:
-        raise MethodNotApplicableError(
-            "method: 'exact' needs a query that stands still (query_moves=False, or an outside query) or "
-            "TokenSubstitutions; where the query moves use method='best' or 'lagrangian', exact at small radii"
-        )
+        raise MethodNotApplicableError(EXACT_NEEDS)
     inner, point = _ball(reduced) if reduced.kind == "ball" else _box(reduced)
     centre = (torch.softmax(reduced.s0, -1) * reduced.v0).sum(-1)
     t, where = _root(inner, centre)
@@ -90,6 +93,17 @@ def _best_signed(log_size: torch.Tensor, positive: torch.Tensor) -> torch.Tensor
     return torch.where(positive.any(-1), top, low)
 
 
+def _bisect(
+    low: torch.Tensor, high: torch.Tensor, up: Callable[[torch.Tensor], torch.Tensor], steps: int = 40
+) -> torch.Tensor:
+    """The point of [low, high] where `up` turns false. An error of 1e-12 in it is one of 1e-24 in the maximum."""
+    for _ in range(steps):
+        middle = (low + high) / 2
+        right = up(middle)
+        low, high = torch.where(right, middle, low), torch.where(right, high, middle)
+    return (low + high) / 2
+
+
 def _ball(reduced: Reduced) -> tuple[Inner, Callable[[torch.Tensor], torch.Tensor]]:
     """Inner maxima on the ellipse s = s0 + alpha cos(theta), v = v0 + beta cos(theta - phi), 0 <= phi <= pi.
 
@@ -106,62 +120,64 @@ def _ball(reduced: Reduced) -> tuple[Inner, Callable[[torch.Tensor], torch.Tenso
     phi = torch.where(size_a > 0, phi, math.pi / 2)[:, None].expand_as(alpha)
     turn = torch.where(across < 0, -1.0, 1.0)
 
-    def at(theta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and values at angles (B, n) or (B, n, several)."""
-        s0, v0, a, b, f = (g.unsqueeze(-1) if theta.dim() == 3 else g for g in (reduced.s0, reduced.v0, alpha, beta, phi))
-        return s0 + a * torch.cos(theta), v0 + b * torch.cos(theta - f)
+    s0, v0 = reduced.s0, reduced.v0
 
-    def rising(theta: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """Sign of d/dtheta e^s (v - t)."""
-        excess = reduced.v0 + beta * torch.cos(theta - phi) - t[:, None]
-        return -alpha * torch.sin(theta) * excess - beta * torch.sin(theta - phi)
+    def at(theta: torch.Tensor, pick: Any = ...) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and values at angles, of all keys (B, n) or of some; a further last axis holds several angles a key."""
+        terms = [g[pick] for g in (s0, v0, alpha, beta, phi)]
+        s, v, a, b, f = (g.unsqueeze(-1) if theta.dim() > g.dim() else g for g in terms)
+        return s + a * torch.cos(theta), v + b * torch.cos(theta - f)
 
-    def bisect(low: torch.Tensor, high: torch.Tensor, up: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        for _ in range(58):
-            middle = (low + high) / 2
-            right = up(middle)
-            low, high = torch.where(right, middle, low), torch.where(right, high, middle)
-        return (low + high) / 2
+    def rising(theta: torch.Tensor, t: torch.Tensor, pick: Any = ...) -> torch.Tensor:
+        """d/dtheta e^s (v - t), up to a positive factor."""
+        excess = v0[pick] + beta[pick] * torch.cos(theta - phi[pick]) - t
+        return -alpha[pick] * torch.sin(theta) * excess - beta[pick] * torch.sin(theta - phi[pick])
 
-    uniform = torch.linspace(0, 1, 41, dtype=torch.float64, device=alpha.device)
-    fine = 2.0 ** -torch.arange(5.0, 40.0, dtype=torch.float64, device=alpha.device)
-    grid = torch.unique(torch.cat([uniform, fine, 1 - fine]))
-    nodes = phi[..., None] + (math.pi - phi)[..., None] * grid  # (B, n, nodes)
-
-    def below(t: torch.Tensor) -> torch.Tensor:
-        """Maximise e^s (v - t) over [phi, pi] where v <= t throughout, i.e. minimise s + log(t - v)."""
-        s, v = at(nodes)
-        log_size = s + torch.log((t[:, None, None] - v).clamp_min(0.0))
-        edge = torch.full_like(log_size[..., :1], math.inf)
-        left, right = torch.cat([edge, log_size[..., :-1]], -1), torch.cat([log_size[..., 1:], edge], -1)
-        local = (log_size <= left) & (log_size <= right)
-        pick = torch.where(local, log_size, math.inf).topk(2, dim=-1, largest=False).indices
-        found = []
-        for which in range(2):
-            index = pick[..., which : which + 1]
-            low = nodes.gather(-1, (index - 1).clamp_min(0)).squeeze(-1)
-            high = nodes.gather(-1, (index + 1).clamp_max(len(grid) - 1)).squeeze(-1)
-            found += [bisect(low, high, lambda theta: rising(theta, t) > 0), nodes.gather(-1, index).squeeze(-1)]
-        candidates = torch.stack(found, -1)
-        s, v = at(candidates)
-        best = torch.argmin(s + torch.log((t[:, None, None] - v).clamp_min(0.0)), -1, keepdim=True)
-        return candidates.gather(-1, best).squeeze(-1)
-
-    def inner(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        above = reduced.v0 + beta > t[:, None]
-
+    # Where some value exceeds t: bisection on [0, phi].
+    def above(t: torch.Tensor) -> torch.Tensor:
         def climb(theta: torch.Tensor) -> torch.Tensor:
-            excess = reduced.v0 + beta * torch.cos(theta - phi) - t[:, None]
+            excess = v0 + beta * torch.cos(theta - phi) - t
             return (excess <= 0) | (rising(theta, t) > 0)
 
-        theta = bisect(torch.zeros_like(phi), phi, climb)
+        theta = _bisect(torch.zeros_like(phi), phi, climb)
         # The end phi = argmax v is tried beside: there v - t may be a rounding above 0.
         s, v = at(torch.stack([theta, phi], -1))
-        excess = v - t[:, None, None]
+        excess = v - t[..., None]
         best = _best_signed(s + torch.log(excess.abs()), excess > 0)
-        theta = torch.where(best == 0, theta, phi)
-        if not bool(above.all()):
-            theta = torch.where(above, theta, below(t))
+        return torch.where(best == 0, theta, phi)
+
+    # Where none does: minimise s + log(t - v) on [phi, pi], from the two best local minima of a grid that is fine
+    # at both ends, where large scores make narrow basins.
+    uniform = torch.linspace(0, 1, 33, dtype=torch.float64, device=alpha.device)
+    fine = 2.0 ** -torch.arange(5.5, 30.0, 1.5, dtype=torch.float64, device=alpha.device)
+    grid = torch.unique(torch.cat([uniform, fine, 1 - fine]))
+
+    def below(t: torch.Tensor, pick: torch.Tensor) -> torch.Tensor:
+        nodes = phi[pick][:, None] + (math.pi - phi[pick])[:, None] * grid  # (picked, nodes)
+
+        def log_size(theta: torch.Tensor) -> torch.Tensor:
+            s, v = at(theta, pick)
+            return s + torch.log((t[:, None] - v).clamp_min(0.0))
+
+        size = log_size(nodes)
+        edge = torch.full_like(size[:, :1], math.inf)
+        left, right = torch.cat([edge, size[:, :-1]], -1), torch.cat([size[:, 1:], edge], -1)
+        basins = torch.where((size <= left) & (size <= right), size, math.inf).topk(2, dim=-1, largest=False).indices
+        found = [nodes.gather(-1, basins)]
+        for which in range(2):
+            index = basins[:, which : which + 1]
+            low = nodes.gather(-1, (index - 1).clamp_min(0)).squeeze(-1)
+            high = nodes.gather(-1, (index + 1).clamp_max(len(grid) - 1)).squeeze(-1)
+            found.append(_bisect(low, high, lambda theta: rising(theta, t, pick) > 0)[:, None])
+        candidates = torch.cat(found, -1)
+        return candidates.gather(-1, log_size(candidates).argmin(-1, keepdim=True)).squeeze(-1)
+
+    def inner(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        t = t[:, None].expand_as(phi)
+        theta = above(t)
+        pick = v0 + beta <= t
+        if bool(pick.any()):
+            theta = theta.masked_scatter(pick, below(t[pick], pick))
         s, v = at(theta)
         return s, v, theta
 

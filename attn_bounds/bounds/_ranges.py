@@ -68,6 +68,12 @@ def weight_ranges(r: Ranges) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.sigmoid(r.s_low - _others(r.s_high)), torch.sigmoid(r.s_high - _others(r.s_low))
 
 
+def price_bound(r: Ranges, low: torch.Tensor, high: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """f <= t + sum_j max(p_low_j (v_high_j - t), p_high_j (v_high_j - t)) for every t (B,), since sum_j p_j = 1."""
+    excess = r.v_high - t[:, None]
+    return t + torch.maximum(low * excess, high * excess).sum(1)
+
+
 def _others(s: torch.Tensor) -> torch.Tensor:
     """log sum_{k != j} e^{s_k} for every j, without subtracting (B, n)."""
     edge = s.new_full((s.shape[0], 1), -torch.inf)

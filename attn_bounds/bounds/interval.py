@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 
 from ..reduced import Reduced
-from ._ranges import ranges, weight_ranges
+from ._ranges import price_bound, ranges, weight_ranges
 from .result import BatchBound
 
 
 def interval(reduced: Reduced) -> BatchBound:
     """Bound f <= t + sum_j max(p_low_j (v_high_j - t), p_high_j (v_high_j - t)) at t = f(centre), for sum_j p_j = 1."""
     r = ranges(reduced)
-    low, high = weight_ranges(r)
     t = (torch.softmax(reduced.s0, -1) * reduced.v0).sum(-1)
-    excess = r.v_high - t[:, None]
-    upper = t + torch.maximum(low * excess, high * excess).sum(-1) + 2 * reduced.rounding
+    upper = price_bound(r, *weight_ranges(r), t) + 2 * reduced.rounding
     return BatchBound(upper, 2 * reduced.rounding, {"t": t})

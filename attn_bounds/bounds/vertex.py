@@ -6,6 +6,7 @@ import torch
 
 from ..reduced import Reduced
 from ._ranges import ranges
+from .first_order import first_order
 from .result import BatchBound
 
 
@@ -29,4 +30,6 @@ def vertex(reduced: Reduced) -> BatchBound:
     log_values = thresholds(s_high + excess, s_low + excess) - thresholds(s_high, s_low)
     best, threshold = log_values.max(1)
     upper = floor.squeeze(1) + torch.exp(best)
-    return BatchBound(upper + 2 * reduced.rounding, 2 * reduced.rounding, {"t": upper, "threshold": threshold})
+    # Equal to the first-order bound where the score box is a point: rounding must not put it above.
+    upper = torch.minimum(upper + 2 * reduced.rounding, first_order(reduced).upper)
+    return BatchBound(upper, 2 * reduced.rounding, {"t": upper, "threshold": threshold})
