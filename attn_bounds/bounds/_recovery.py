@@ -6,7 +6,7 @@ For a number t and multipliers of the right signs, the certificate
       + sum_j { lam_j . (1 - w_j^2)                                    the region           (|w_j| <= 1, or entrywise)
               + mu_j (e_j - e^{c_j} (1 + s_j - c_j))                   exp above a tangent
               + nu_j (chord_j(s_j) - e_j)                              exp below its chord on [low_j, high_j]
-              + kappa_j (e_j - e^{low_j}) (e^{high_j} - e_j)
+              + kappa_j (e_j - e^{low_j}) (e^{high_j} - e_j),  and linear terms in e_j - e^{low_j}, e^{high_j} - e_j
               + e_j (rho(g_j) - g_j . w_j) + e_j (rho(h_j) - h_j . w_q)        rho the support function of the region
               + eta_j (e_j s_j - (1 + c'_j) e_j + e^{c'_j}) }          e log e above a tangent, e_j s_j = e_j log e_j
       + lam_q . (1 - w_q^2)
@@ -50,11 +50,11 @@ def recover(c: Centred, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, t
     best = _Best(c)
     for lift in LIFTS:
         best.offer(project(c, given, lift))
-    best.offer(project(c, trivial(c), LIFTS[-1]))
     first, reach = best.kept["t"], best.upper - best.kept["t"]
     for fraction in STEPS:  # t + eps / Zmin charges a residual at the worst Z; a larger t need not
         step = torch.where(torch.isfinite(reach), reach * fraction, torch.zeros_like(reach))
         best.offer({**best.kept, "t": torch.maximum(first + step, best.kept["t"])})
+    best.offer_mean()
     return best.upper, best.error, best.kept
 
 
@@ -66,6 +66,7 @@ class _Best:
         self.upper = torch.full_like(c.f, torch.inf)
         self.error = torch.zeros_like(c.f)
         self.kept: dict[str, torch.Tensor] = {}
+        self.mean = torch.zeros_like(c.f, dtype=torch.bool)
 
     def offer(self, y: dict[str, torch.Tensor]) -> None:
         upper, error = evaluate(self.c, y)
@@ -76,25 +77,18 @@ class _Best:
             for name, value in y.items()
         }
 
-
-def trivial(c: Centred) -> dict[str, torch.Tensor]:
-    """Multipliers of the bound max_j max_w value_j: what is left where a solver leaves nothing."""
-    K = c.keys
-    zero = torch.zeros_like(c.p)
-    norm_k, norm_q = c.p[:, :K, None] * c.u, torch.zeros_like(c.beta)
-    top = c.v.clone()
-    top[:, :K] += _support(c, c.u) - (c.u * c.wk).sum(-1)
-    if c.own:
-        norm_q[:, -1] = c.p[:, -1:] * c.own_u
-        top[:, -1] += _support(c, c.own_u) - (c.own_u * c.wq).sum(-1)
-    t = top.amax(-1)
-    width = (torch.expm1(c.high) - torch.expm1(c.low)).clamp_min(1e-300)
-    square = c.p * (t.unsqueeze(-1) - top).clamp_min(0.0) / width
-    return {
-        **dict.fromkeys(("exp", "exp_at", "secant", "entropy", "entropy_at"), zero),
-        "t": t, "norm_k": norm_k, "norm_q": norm_q, "square": square, "ratio": torch.ones_like(zero),
-        "ball_k": torch.zeros_like(c.u), "ball_q": torch.zeros_like(c.wq),
-    }  # fmt: skip
+    def offer_mean(self) -> None:
+        """f is a mean of the values, so no larger than the largest of them; offered where the multipliers were finite."""
+        c, K = self.c, self.c.keys
+        top = c.v.clone()
+        top[:, :K] += support(c, c.u) - (c.u * c.wk).sum(-1)
+        if c.own:
+            top[:, -1] += support(c, c.own_u) - (c.own_u * c.wq).sum(-1)
+        error = 64 * EPS * (c.v.abs().amax(-1) + support(c, c.u).flatten(1).sum(-1) + support(c, c.own_u))
+        upper = top.amax(-1) + error
+        self.mean = torch.isfinite(self.upper) & (upper < self.upper)
+        self.upper, self.error = torch.where(self.mean, upper, self.upper), torch.where(self.mean, error, self.error)
+        self.kept = {**self.kept, "mean": self.mean}
 
 
 def project(c: Centred, given: dict[str, torch.Tensor], lift: float) -> dict[str, torch.Tensor]:
@@ -137,7 +131,7 @@ def _coupling(c: Centred, y: dict[str, torch.Tensor]) -> torch.Tensor:
     return c.p[:, :K, None] * c.u - y["norm_k"] + y["entropy"][:, :K, None] * c.alpha
 
 
-def _support(c: Centred, g: torch.Tensor) -> torch.Tensor:
+def support(c: Centred, g: torch.Tensor) -> torch.Tensor:
     size = g.abs().sum(-1) if c.box else torch.linalg.vector_norm(g, dim=-1)
     return size * (1 + 1e-13)
 
@@ -159,8 +153,8 @@ def evaluate(c: Centred, y: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torc
     spent_k, spent_q = _cubic(c, y)
 
     rho_g = torch.zeros_like(V)
-    rho_g[:, :K] = _support(c, y["norm_k"]) - (y["norm_k"] * c.wk).sum(-1)
-    rho = rho_g + _support(c, y["norm_q"]) - torch.einsum("bnk,bk->bn", y["norm_q"], c.wq)
+    rho_g[:, :K] = support(c, y["norm_k"]) - (y["norm_k"] * c.wk).sum(-1)
+    rho = rho_g + support(c, y["norm_q"]) - torch.einsum("bnk,bk->bn", y["norm_q"], c.wq)
     in_s = slope * nu - mu * touch  # coefficient of s_j
     terms = torch.stack([
         c.p * V, rho, mu, -mu * touch * (1 - y["exp_at"]), nu * (xl - slope * c.low), -kappa * xl * xu,
@@ -189,6 +183,11 @@ def evaluate(c: Centred, y: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torc
     bend[:, :K] -= (cross**2 / (4 * curve)).sum(-1)
     bad = (bend <= 0).any(-1)
     bend = bend.clamp_min(1e-300)
+    # x stays in [xl, xu]: a slope that would lead outside is bought back at the end of the range.
+    over, under = (in_x - 2 * bend * xu).clamp_min(0.0), (2 * bend * xl - in_x).clamp_min(0.0)
+    const = const + over * xu - under * xl
+    magnitude = magnitude + (over * xu - under * xl).sum(-1)
+    in_x = in_x - over + under
     const = const + in_x**2 / (4 * bend)
     magnitude = magnitude + (ell**2 / (4 * curve)).sum((-1, -2)) + (in_x**2 / (4 * bend)).sum(-1)
     # Rounding of in_x is divided by bend: charge it through its own magnitude.
