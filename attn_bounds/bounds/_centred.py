@@ -111,6 +111,22 @@ def centre(reduced: Reduced, x: torch.Tensor, y: torch.Tensor, pull: float = 0.0
     )
 
 
+def support(c: Centred, g: torch.Tensor) -> torch.Tensor:
+    """Largest value of g . w over the unit ball, or box: g (..., m) -> (...), rounded outward."""
+    size = g.abs().sum(-1) if c.box else torch.linalg.vector_norm(g, dim=-1)
+    return size * (1 + 1e-13)
+
+
+def largest_values(c: Centred) -> torch.Tensor:
+    """Largest value (B, n) of each token."""
+    K = c.keys
+    top = c.v.clone()
+    top[:, :K] += support(c, c.u) - (c.u * c.wk).sum(-1)
+    if c.own:
+        top[:, -1] += support(c, c.own_u) - (c.own_u * c.wq).sum(-1)
+    return top
+
+
 def _value_at_centre(reduced: Reduced) -> torch.Tensor:
     return (torch.softmax(reduced.s0, -1) * reduced.v0).sum(-1)
 

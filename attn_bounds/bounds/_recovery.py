@@ -31,7 +31,7 @@ from __future__ import annotations
 import torch
 
 from ..reduced import EPS
-from ._centred import Centred
+from ._centred import Centred, largest_values, support
 
 LIFTS = (1e-13, 1e-11, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3)
 NAMES = (
@@ -79,11 +79,8 @@ class _Best:
 
     def offer_mean(self) -> None:
         """f is a mean of the values, so no larger than the largest of them; offered where the multipliers were finite."""
-        c, K = self.c, self.c.keys
-        top = c.v.clone()
-        top[:, :K] += support(c, c.u) - (c.u * c.wk).sum(-1)
-        if c.own:
-            top[:, -1] += support(c, c.own_u) - (c.own_u * c.wq).sum(-1)
+        c = self.c
+        top = largest_values(c)
         error = 64 * EPS * (c.v.abs().amax(-1) + support(c, c.u).flatten(1).sum(-1) + support(c, c.own_u))
         upper = top.amax(-1) + error
         self.mean = torch.isfinite(self.upper) & (upper < self.upper)
@@ -129,11 +126,6 @@ def _coupling(c: Centred, y: dict[str, torch.Tensor]) -> torch.Tensor:
     """Coefficient (B, K, m) of x_j d_j."""
     K = c.keys
     return c.p[:, :K, None] * c.u - y["norm_k"] + y["entropy"][:, :K, None] * c.alpha
-
-
-def support(c: Centred, g: torch.Tensor) -> torch.Tensor:
-    size = g.abs().sum(-1) if c.box else torch.linalg.vector_norm(g, dim=-1)
-    return size * (1 + 1e-13)
 
 
 def evaluate(c: Centred, y: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
