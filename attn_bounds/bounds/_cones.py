@@ -114,6 +114,7 @@ class _Block:
     bulge: Row = field(default_factory=dict)  # narrow keys: (x - s) / width, an unknown of its own
     score: Row = field(default_factory=dict)
     bilinear: Row = field(default_factory=dict)
+    cubic: Row = field(default_factory=dict)
     mass: Row = field(default_factory=dict)
     tail: Row = field(default_factory=dict)
     tail_q: Row = field(default_factory=dict)
@@ -306,8 +307,38 @@ class Programme:
         if self.k:
             at = block.head_q.T @ self.wq
             r.add_norm("norm_q", j, pi, _shifted(at, pi, block.q1, block.xq(), width), flat)
+        if block.moving and self.k and float(self.c["bend"][j]) > 0:
+            block.cubic = r.new()
+            r.add_product("cubic", j, block.cubic, self.mass_q, block.mass)
+        if block.moving:
+            self._products(block)
         if self.order == 3:
             self._entropy(block, pi)
+
+    def _products(self, block: _Block) -> None:
+        """|L[(e - 1 - s) w]| <= L[e - 1 - s], the same for chord - e: products of two inequalities, in units of width^2.
+
+        With a moving query the bilinear part of s times w is of third degree: its middle value and a bounded remainder.
+        """
+        c, r, j, width = self.c, self.r, block.j, block.width
+        a_head, b_head = block.head_k.T @ (c["alpha"][j] / block.root), block.head_q.T @ self.beta[j]
+        slope, start = bulge_chord(block.low, block.high)
+        over = block.bulge if block.narrow else total((block.x1, 1 / width), (block.score, -1 / width**2))
+        linear = total((block.score, 1 / width**2), (block.bilinear, -1 / width**2))
+        straight = total((block.x1, 1 / width), (linear, -1.0))  # L[x - linear part of s]
+        over_w, under_w = [], []
+        for b, (w, d, xd) in enumerate(zip(block.head_k.T @ block.w, block.d1, block.xd(), strict=True)):
+            along = [(block.dd(a, b), float(value) / width**2) for a, value in enumerate(a_head)]
+            along += [(block.qd(a, b), float(value) / width**2) for a, value in enumerate(b_head)]
+            with_s = total((linear, float(w)), *along)
+            over_w.append(total((straight, float(w)), (xd, 1 / width), *((row, -value) for row, value in along)))
+            place = total((self.tau, float(w)), (d, 1.0))
+            under_w.append(total((place, start / width**2), (with_s, slope), (over_w[-1], -1.0)))
+        rest, size = block.cubic, float(c["bend"][j]) / width**2
+        under = total((self.tau, start / width**2), (block.score, slope / width**2), (over, -1.0))
+        flat = self.full and self.box
+        r.add_norm("over", j, total((over, 1.0), (rest, size)), over_w, flat)
+        r.add_norm("under", j, total((under, 1.0), (rest, size * (1 + slope))), under_w, flat)
 
     def _entropy(self, block: _Block, pi: Row) -> None:
         """L[e s] >= L[e] log(L[e] / tau); the third moment e d_q N d_j is its middle value plus a bounded remainder."""
@@ -320,9 +351,7 @@ class Programme:
         excess = [*linear, (block.bilinear, (xu + xl) / 2 / width)]
         spread = (xu - xl) / 2 / width * float(c["bend"][j])
         if spread > 0 and block.moving:
-            rest = r.new()
-            r.add_product("cubic", j, rest, self.mass_q, block.mass)
-            excess.append((rest, spread))
+            excess.append((block.cubic, spread))
         elif spread > 0:
             excess.append((self.mass_q, spread))
         if block.narrow:
@@ -416,6 +445,8 @@ def nothing(c: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "ball_k": np.zeros((K, m)),
         "ball_q": np.zeros(k),
         "norm_k": np.zeros((K, m)),
+        "over": np.zeros((K, m)),
+        "under": np.zeros((K, m)),
         "norm_q": np.zeros((n, k)),
         "ratio": np.ones(n),
         **{name: np.zeros(n) for name in ("exp", "exp_at", "secant", "square", "entropy", "entropy_at")},
@@ -441,6 +472,18 @@ def multipliers(programme: Programme, solution: Solution) -> dict[str, np.ndarra
         out["exp"][j], out["exp_at"][j] = _exp_dual(z, block, where, scale)
         if block.moving:
             out["norm_k"][j] = scale * block.root * (block.head_k @ _norm_dual(z, where.get(("norm_k", j)), flat))
+            spare = {}
+            for name in ("over", "under"):
+                rows = where.get((name, j))
+                vector = scale / width**2 * block.root * (block.head_k @ _norm_dual(z, rows, flat))
+                out[name][j] = vector
+                whole = 0.0 if rows is None else z[rows].sum() if flat else z[rows][0]
+                spare[name] = scale / width**2 * whole - np.linalg.norm(vector, 1 if programme.box else 2)
+            # What a product's multiplier has beyond its vector belongs to the inequality itself.
+            out["secant"][j] += max(spare["under"], 0.0)
+            extra, was, at = max(spare["over"], 0.0), max(out["exp"][j], 0.0), out["exp_at"][j]
+            out["exp"][j] = was + extra
+            out["exp_at"][j] = math.log1p(was / (was + extra) * math.expm1(at)) if extra > 0 else at
         if programme.k and ("norm_q", j) in where:
             out["norm_q"][j] = scale * programme.root_q * (block.head_q @ _norm_dual(z, where["norm_q", j], flat))
         if programme.order == 3:

@@ -8,10 +8,11 @@ For a number t and multipliers of the right signs, the certificate
               + nu_j (chord_j(s_j) - e_j)                              exp below its chord on [low_j, high_j]
               + kappa_j (e_j - e^{low_j}) (e^{high_j} - e_j),  and linear terms in e_j - e^{low_j}, e^{high_j} - e_j
               + e_j (rho(g_j) - g_j . w_j) + e_j (rho(h_j) - h_j . w_q)        rho the support function of the region
+              + (rho(g'_j) - g'_j . w_j) (e_j - 1 - s_j) + (rho(g''_j) - g''_j . w_j) (chord_j(s_j) - e_j)
               + eta_j (e_j s_j - (1 + c'_j) e_j + e^{c'_j}) }          e log e above a tangent, e_j s_j = e_j log e_j
       + lam_q . (1 - w_q^2)
 
-is at least sum_j p_j e_j (value_j - t) at every point of the region, since each added term is nonnegative there. In
+(s_j is the score's deviation from the point that the problem is centred at) is at least sum_j p_j e_j (value_j - t) at every point of the region, since each added term is nonnegative there. In
 e_j s_j the cubic part is replaced, with e^ = (e^{low} + e^{high}) / 2, D = (e^{high} - e^{low}) / 2 and any r_j > 0, by
 
     e_j d_q^T N_j d_j <= e^ d_q^T N_j d_j + D bend_j (r_j |d_q|^2 + |d_j|^2 / r_j) / 2
@@ -28,6 +29,8 @@ exactly, so the subspaces that the solver worked in do not matter.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ..reduced import EPS
@@ -35,7 +38,7 @@ from ._centred import Centred, largest_values, support
 
 LIFTS = (1e-13, 1e-11, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3)
 NAMES = (
-    "t", "ball_k", "ball_q", "norm_k", "norm_q", "ratio", "exp", "exp_at", "secant", "square", "entropy", "entropy_at"
+    "t", "ball_k", "ball_q", "norm_k", "norm_q", "over", "under", "ratio", "exp", "exp_at", "secant", "square", "entropy", "entropy_at"
 )  # fmt: skip
 STEPS = (0.5, 0.1, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-10)
 WIDEST = 200.0  # score deviations beyond e^200 are left to other methods
@@ -69,7 +72,7 @@ class _Best:
         self.mean = torch.zeros_like(c.f, dtype=torch.bool)
 
     def offer(self, y: dict[str, torch.Tensor]) -> None:
-        upper, error = evaluate(self.c, y)
+        upper, error, y = evaluate(self.c, y)
         better = upper < self.upper
         self.upper, self.error = torch.where(better, upper, self.upper), torch.where(better, error, self.error)
         self.kept = {
@@ -93,6 +96,9 @@ def project(c: Centred, given: dict[str, torch.Tensor], lift: float) -> dict[str
     y = {name: torch.nan_to_num(given[name], nan=0.0, posinf=0.0, neginf=0.0) for name in NAMES}
     y["t"] = given["t"]
     y["lift"] = torch.full_like(given["t"], lift)
+    if not c.box:  # one multiplier per ball
+        y["ball_k"], y["ball_q"] = (y[name].clamp_min(0.0).mean(-1, keepdim=True).expand_as(y[name])
+                                    if y[name].shape[-1] else y[name] for name in ("ball_k", "ball_q"))
     for name in ("ball_k", "ball_q", "exp", "secant", "square", "entropy"):
         y[name] = y[name].clamp_min(0.0)
     y["ratio"] = y["ratio"].clamp(1e-6, 1e6)
@@ -101,22 +107,30 @@ def project(c: Centred, given: dict[str, torch.Tensor], lift: float) -> dict[str
     unit = c.movement.reshape(-1, 1, 1)
     K = c.keys
     spent = _cubic(c, y)[0]
-    y["ball_k"] = torch.maximum(y["ball_k"], spent + lift * unit * c.weight_k) * (1 + 4 * EPS)
+    step = lift * unit * c.weight_k
+    curve = torch.maximum(y["ball_k"] - spent, step)
+    tilt = _Tilted(curve, _tilt(c, y), c.alpha)
+    curve = curve * torch.maximum(tilt.share * (1 + 1e-9), torch.ones_like(tilt.share)).unsqueeze(-1) + step
+    y["ball_k"] = (spent + curve) * (1 + 4 * EPS)
     xl, xu = torch.expm1(c.low), torch.expm1(c.high)
     size = torch.maximum(-xl, xu).clamp_min(1e-9)
     floor = lift * c.movement.unsqueeze(-1) / size**2
     need = torch.zeros_like(y["square"])
     coupling = _coupling(c, y)
-    need[:, :K] = (coupling**2 / (4 * (y["ball_k"] - spent))).sum(-1)
-    y["square"] = torch.maximum(y["square"], need * (1 + 1e-10) + floor)
+    tilt = _Tilted(curve, _tilt(c, y), c.alpha)
+    need[:, :K] = (coupling * tilt.solve(coupling)).sum(-1) / 4
+    y["square"] = torch.maximum(y["square"], need * (1 + 1e-8) + floor)
     return y
 
 
 def _cubic(c: Centred, y: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """What the cubic remainder takes from ball_k (B, K, m) and, summed over keys, from ball_q (B, k)."""
     half = (torch.expm1(c.high) - torch.expm1(c.low)) / 2 * (1 + 8 * EPS)
-    cost = y["entropy"] * half * c.bend * (1 + 8 * EPS)
     K = c.keys
+    slope = chord(c)[0]
+    cost = y["entropy"] * half
+    cost[:, :K] += support(c, y["over"]) + slope[:, :K] * support(c, y["under"])
+    cost = cost * c.bend * (1 + 8 * EPS)
     from_k = (cost / y["ratio"] / 2)[:, :K, None] * c.weight_k
     share = (cost * y["ratio"] / 2)[:, :K].sum(-1) + (cost[:, -1] if c.own else 0.0)
     return from_k, share.unsqueeze(-1) * c.weight_q
@@ -125,142 +139,210 @@ def _cubic(c: Centred, y: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.
 def _coupling(c: Centred, y: dict[str, torch.Tensor]) -> torch.Tensor:
     """Coefficient (B, K, m) of x_j d_j."""
     K = c.keys
-    return c.p[:, :K, None] * c.u - y["norm_k"] + y["entropy"][:, :K, None] * c.alpha
+    return c.p[:, :K, None] * c.u - y["norm_k"] + y["entropy"][:, :K, None] * c.alpha - y["over"] + y["under"]
 
 
-def evaluate(c: Centred, y: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bound t + eps / Z for multipliers of the right signs: (B,), with the part that pays for rounding; see the module.
+def _tilt(c: Centred, y: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The vector (B, K, m) of (tilt . d)(alpha . d), from the products of a tangent or chord with the region."""
+    return y["over"] - chord(c)[0][:, : c.keys, None] * y["under"]
 
-    lam_q is raised here, by what the least eigenvalue of the query's quadratic asks for.
+
+@dataclass
+class _Quadratic:
+    """Coefficients of P in (d_q, d_j, x_j), without the query's own region term; `size_*` bound their rounding."""
+
+    const: torch.Tensor  # (B, n)
+    x: torch.Tensor  # (B, n)
+    xx: torch.Tensor  # (B, n), P holds -xx x^2
+    d: torch.Tensor  # (B, K, m)
+    xd: torch.Tensor  # (B, K, m)
+    curve: torch.Tensor  # (B, K, m), P holds -curve . d^2 + (tilt . d)(alpha . d)
+    tilt: torch.Tensor  # (B, K, m)
+    q: torch.Tensor  # (B, k)
+    xq: torch.Tensor  # (B, n, k)
+    twist: torch.Tensor  # (B, n) of d_q^T N_j d_j; besides, P holds (tilt . d)(beta . d_q)
+    spent_q: torch.Tensor  # (B, k), taken from lam_q
+    size: torch.Tensor  # (B,)
+    size_x: torch.Tensor  # (B, n)
+
+
+class _Tilted:
+    """The matrix diag(curve) - (tilt alpha^T + alpha tilt^T) / 2 of each key, by its rank-two correction."""
+
+    def __init__(self, curve: torch.Tensor, tilt: torch.Tensor, alpha: torch.Tensor) -> None:
+        self.curve, self.pair = curve, torch.stack([tilt, alpha], -1)  # (B, K, m, 2)
+        scaled = self.pair / curve.unsqueeze(-1)
+        inner = self.pair.transpose(-1, -2) @ scaled
+        hh, ha, aa = inner[..., 0, 0], inner[..., 0, 1], inner[..., 1, 1]
+        # Positive definite where share < 1: the largest eigenvalue of the correction relative to the diagonal.
+        self.share = (ha + (hh * aa).sqrt()) / 2
+        self.scaled = scaled
+        # Inverse of [[-hh, 2 - ha], [2 - ha, -aa]], the Woodbury core.
+        det = hh * aa - (2 - ha) ** 2
+        swap = torch.stack([torch.stack([-aa, ha - 2], -1), torch.stack([ha - 2, -hh], -1)], -2)
+        self.core = swap / torch.where(det == 0, torch.ones_like(det), det)[..., None, None]
+
+    def solve(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse applied to x (B, K, m)."""
+        inner = (self.scaled.transpose(-1, -2) @ x.unsqueeze(-1)).squeeze(-1)
+        return x / self.curve + (self.scaled @ (self.core @ inner.unsqueeze(-1))).squeeze(-1)
+
+    def gram(self, f: torch.Tensor) -> torch.Tensor:
+        """f inverse f^T for f (B, K, h, m)."""
+        image = f @ self.scaled
+        return (f / self.curve.unsqueeze(-2)) @ f.transpose(-1, -2) + image @ self.core @ image.transpose(-1, -2)
+
+
+def evaluate(c: Centred, y: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Bound t + eps / Z (B,) for multipliers of the right signs, and the part of it that pays for rounding.
+
+    lam_q is raised here, by what the least eigenvalue of the query's quadratic asks for, and the linear terms in e_j are
+    set; the multipliers come back with both.
     """
+    P = _collect(c, y)
+    tilted = _Tilted(P.curve, P.tilt, c.alpha)
     K = c.keys
-    t = y["t"]
-    V = c.v - t.unsqueeze(-1)
-    xl, xu = torch.expm1(c.low), torch.expm1(c.high)
-    width = c.high - c.low
-    slope = torch.exp(c.low) * torch.where(width > 1e-8, torch.expm1(width) / width.clamp_min(1e-300), 1 + width / 2)
-    mu, nu, kappa, eta = y["exp"], y["secant"], y["square"], y["entropy"]
-    touch = torch.exp(y["exp_at"])
-    touch_log = torch.exp(y["entropy_at"])
-    spent_k, spent_q = _cubic(c, y)
-
-    rho_g = torch.zeros_like(V)
-    rho_g[:, :K] = support(c, y["norm_k"]) - (y["norm_k"] * c.wk).sum(-1)
-    rho = rho_g + support(c, y["norm_q"]) - torch.einsum("bnk,bk->bn", y["norm_q"], c.wq)
-    in_s = slope * nu - mu * touch  # coefficient of s_j
-    terms = torch.stack([
-        c.p * V, rho, mu, -mu * touch * (1 - y["exp_at"]), nu * (xl - slope * c.low), -kappa * xl * xu,
-        -eta * (1 + y["entropy_at"]), eta * touch_log,
-    ])  # fmt: skip
-    const = terms.sum(0)  # the value of P at d = 0, x = 0, key by key, without the region's terms
-    in_x = c.p * V + rho + mu - nu + kappa * (xl + xu) - eta * (1 + y["entropy_at"])
-    region = (y["ball_k"] * (1 - c.wk**2)).sum(-1)
-    if not c.box:  # one multiplier per ball: lam (1 - |w|^2)
-        lam = y["ball_k"].amax(-1) if c.wk.shape[2] else region
-        region = lam * (1 - (c.wk**2).sum(-1))
-        ball_k = lam.unsqueeze(-1).expand_as(y["ball_k"])
-    else:
-        ball_k = y["ball_k"]
-    const[:, :K] += region
-    magnitude = terms.abs().sum(0).sum(-1) + region.abs().sum(-1)
-
-    # Keys' own coordinates: maximise (ell + c x + n N^T d_q) . d - curve . d^2.
-    curve = (ball_k - spent_k).clamp_min(1e-300)
-    pull = in_s[:, :K, None]
-    ell = c.p[:, :K, None] * c.u - 2 * ball_k * c.wk + (pull + eta[:, :K, None]) * c.alpha - y["norm_k"]
-    cross = _coupling(c, y)
-    const[:, :K] += (ell**2 / (4 * curve)).sum(-1)
-    in_x[:, :K] += (ell * cross / (2 * curve)).sum(-1)
-    bend = kappa.clone()
-    bend[:, :K] -= (cross**2 / (4 * curve)).sum(-1)
-    bad = (bend <= 0).any(-1)
-    bend = bend.clamp_min(1e-300)
+    # Keys: maximise (d + x xd + B d_q) . d_j - d_j^T (curve, tilt) d_j over d_j.
+    from_d, from_xd = tilted.solve(P.d), tilted.solve(P.xd)
+    const, in_x, xx = P.const.clone(), P.x.clone(), P.xx.clone()
+    gain = (P.d * from_d).sum(-1) / 4
+    const[:, :K] += gain
+    in_x[:, :K] += (P.xd * from_d).sum(-1) / 2
+    xx[:, :K] -= (P.xd * from_xd).sum(-1) / 4
+    bad = (xx <= 0).any(-1) | (tilted.share >= 1).any(-1) | (P.curve <= 0).any(-1).any(-1)
+    xx = xx.clamp_min(1e-300)
     # x stays in [xl, xu]: a slope that would lead outside is bought back at the end of the range.
-    over, under = (in_x - 2 * bend * xu).clamp_min(0.0), (2 * bend * xl - in_x).clamp_min(0.0)
-    const = const + over * xu - under * xl
-    magnitude = magnitude + (over * xu - under * xl).sum(-1)
+    xl, xu = torch.expm1(c.low), torch.expm1(c.high)
+    over, under = (in_x - 2 * xx * xu).clamp_min(0.0), (2 * xx * xl - in_x).clamp_min(0.0)
     in_x = in_x - over + under
-    const = const + in_x**2 / (4 * bend)
-    magnitude = magnitude + (ell**2 / (4 * curve)).sum((-1, -2)) + (in_x**2 / (4 * bend)).sum(-1)
-    # Rounding of in_x is divided by bend: charge it through its own magnitude.
-    size_x = (c.p * V).abs() + rho.abs() + mu + nu + kappa * (xu - xl) + eta * (1 + y["entropy_at"].abs())
-    size_x[:, :K] = size_x[:, :K] + (ell * cross / (2 * curve)).abs().sum(-1)
-    magnitude = magnitude + (size_x * in_x.abs() / bend).sum(-1) + 1e-15 * (size_x**2 / bend).sum(-1)
-
-    total = const.sum(-1)
+    const = const + over * xu - under * xl + in_x**2 / (4 * xx)
+    size_x = P.size_x.clone()
+    size_x[:, :K] += (P.xd * from_d).abs().sum(-1) / 2
+    size = P.size + (over * xu - under * xl).sum(-1) + gain.abs().sum(-1) + (in_x**2 / (4 * xx)).sum(-1)
+    # Rounding of the slope in x is divided by the curvature.
+    size = size + (size_x * in_x.abs() / xx).sum(-1) + 1e-15 * (size_x**2 / xx).sum(-1)
+    total, kept = const.sum(-1), {**y, "edge_high": over, "edge_low": under}
     if c.wq.shape[1]:
-        twist = in_s + eta * (1 + (xl + xu) / 2)  # coefficient of d_q^T N_j d_j
-        gain, size, floor_ok = _query_part(c, y, ell, cross, curve, bend, in_x, in_s, twist, spent_q)
-        total, magnitude, bad = total + gain, magnitude + size, bad | ~floor_ok
-    error = 512 * EPS * magnitude
+        top, size_q, good, kept["ball_q"] = _query_part(c, y, P, tilted, from_d, from_xd, in_x, xx)
+        total, size, bad = total + top, size + size_q, bad | ~good
+    error = 512 * EPS * size
     eps = total + error
     Zmin = torch.exp(torch.maximum((c.p * c.low).sum(-1), torch.logsumexp(torch.log(c.p) + c.low, -1))) * (1 - 1e-13)
     Zmax = (c.p * torch.exp(c.high)).sum(-1) * (1 + 1e-13)
     Z = torch.where(eps > 0, Zmin, Zmax)
-    upper = t + eps / Z
-    inflation = error / Z + 8 * EPS * (t.abs() + upper.abs())
-    upper = upper + 8 * EPS * (t.abs() + upper.abs())
+    upper = y["t"] + eps / Z
+    last = 8 * EPS * (y["t"].abs() + upper.abs())
+    upper, inflation = upper + last, error / Z + last
     wide = (c.high > WIDEST).any(-1) | (c.low < -WIDEST).any(-1)
     dead = bad | wide | ~torch.isfinite(upper) | ~torch.isfinite(inflation)
-    return torch.where(dead, torch.inf, upper), torch.where(dead, torch.zeros_like(upper), inflation)
+    return torch.where(dead, torch.inf, upper), torch.where(dead, torch.zeros_like(upper), inflation), kept
+
+
+def _collect(c: Centred, y: dict[str, torch.Tensor]) -> _Quadratic:
+    K, full = c.keys, torch.zeros_like(c.p)
+
+    def widen(x: torch.Tensor) -> torch.Tensor:
+        out = full.clone()
+        out[:, :K] = x
+        return out
+
+    V = c.v - y["t"].unsqueeze(-1)
+    xl, xu = torch.expm1(c.low), torch.expm1(c.high)
+    slope, start = chord(c)
+    mu, nu, kappa, eta = y["exp"], y["secant"], y["square"], y["entropy"]
+    touch, touch_log = torch.exp(y["exp_at"]), torch.exp(y["entropy_at"])
+    spent_k, spent_q = _cubic(c, y)
+    rho = widen(support(c, y["norm_k"]) - (y["norm_k"] * c.wk).sum(-1))
+    rho = rho + support(c, y["norm_q"]) - torch.einsum("bnk,bk->bn", y["norm_q"], c.wq)
+    whole_over, whole_under = support(c, y["over"]), support(c, y["under"])
+    over, under = widen(whole_over - (y["over"] * c.wk).sum(-1)), widen(whole_under - (y["under"] * c.wk).sum(-1))
+    in_s = slope * nu - mu * touch - over + slope * under  # of the linear part of s_j
+    in_s_bilinear = slope * nu - mu * touch - widen(whole_over) + slope * widen(whole_under)
+    ball_k = y["ball_k"]
+    region = widen((ball_k * (1 - c.wk**2)).sum(-1)) if c.box else widen(
+        ball_k[..., 0] * (1 - (c.wk**2).sum(-1)) if ball_k.shape[-1] else ball_k.sum(-1)
+    )
+    terms = torch.stack([
+        c.p * V, rho, mu, -mu * touch * (1 - y["exp_at"]), nu * start, -kappa * xl * xu, -eta * (1 + y["entropy_at"]),
+        eta * touch_log, (under * start), region,
+    ])  # fmt: skip
+    in_x = torch.stack([c.p * V, rho, mu, -nu, kappa * (xl + xu), -eta * (1 + y["entropy_at"]), over, -under])
+    pu, key = c.p[:, :K, None] * c.u, (slice(None), slice(0, K), None)
+    d = pu - 2 * ball_k * c.wk + (in_s + eta)[key] * c.alpha - y["norm_k"] - start[key] * y["under"]
+    q = torch.einsum("bn,bnk->bk", in_s + eta, c.beta) - y["norm_q"].sum(1)
+    xq = eta.unsqueeze(-1) * c.beta - y["norm_q"]
+    if c.own:
+        q = q + c.p[:, -1:] * c.own_u
+        xq = torch.cat([xq[:, :-1], xq[:, -1:] + c.p[:, -1:, None] * c.own_u.unsqueeze(1)], 1)
+    return _Quadratic(
+        const=terms.sum(0), x=in_x.sum(0), xx=kappa, d=d, xd=_coupling(c, y), curve=ball_k - spent_k, tilt=_tilt(c, y), q=q,
+        xq=xq, twist=in_s_bilinear + eta * (1 + (xl + xu) / 2), spent_q=spent_q, size=terms.abs().sum((0, 2)),
+        size_x=in_x.abs().sum(0) + kappa * (xu - xl),
+    )  # fmt: skip
+
+
+def chord(c: Centred) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slope of exp's chord over [low, high], and its value at 0 minus 1; both (B, n)."""
+    width = c.high - c.low
+    slope = torch.exp(c.low) * torch.where(width > 1e-8, torch.expm1(width) / width.clamp_min(1e-300), 1 + width / 2)
+    return slope, torch.expm1(c.low) - slope * c.low
 
 
 def _query_part(
     c: Centred,
     y: dict[str, torch.Tensor],
-    ell: torch.Tensor,
-    cross: torch.Tensor,
-    curve: torch.Tensor,
-    bend: torch.Tensor,
+    P: _Quadratic,
+    tilted: _Tilted,
+    from_d: torch.Tensor,
+    from_xd: torch.Tensor,
     in_x: torch.Tensor,
-    in_s: torch.Tensor,
-    twist: torch.Tensor,
-    spent_q: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Maximum over d_q of what is left: (B,), the magnitude of its terms, and whether it is finite."""
-    K, eta = c.keys, y["entropy"]
-    turn = twist[:, :K]
-    image_ell = torch.einsum("bnhm,bnm->bnh", c.fk, ell / (2 * curve))
-    image_cross = torch.einsum("bnhm,bnm->bnh", c.fk, cross / (2 * curve))
-    linear = torch.einsum("bn,bnk->bk", in_s + eta, c.beta) - y["norm_q"].sum(1)
-    linear = linear + torch.einsum("bh,bhk->bk", (turn.unsqueeze(-1) * image_ell).sum(1), c.fq)
-    in_xq = eta.unsqueeze(-1) * c.beta - y["norm_q"]
-    in_xq[:, :K] += torch.einsum("bnh,bhk->bnk", turn.unsqueeze(-1) * image_cross, c.fq)
-    if c.own:
-        linear = linear + c.p[:, -1:] * c.own_u
-        in_xq[:, -1] += c.p[:, -1:] * c.own_u
-    linear = linear + ((in_x / (2 * bend)).unsqueeze(-1) * in_xq).sum(1)
-    gram = torch.einsum("bnhm,bngm->bhg", c.fk * (turn**2).unsqueeze(-1).unsqueeze(-1) / (4 * curve).unsqueeze(2), c.fk)
-    quadratic = c.fq.transpose(1, 2) @ gram @ c.fq
-    quadratic = quadratic + torch.einsum("bnk,bnl->bkl", in_xq / (4 * bend).unsqueeze(-1), in_xq)
-    if c.own:
-        product = c.fq.transpose(1, 2) @ c.fo
-        quadratic = quadratic + twist[:, -1, None, None] / 2 * (product + product.transpose(1, 2))
+    xx: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Maximum over d_q of what is left: (B,), the magnitude of its terms, whether it is finite, and the raised lam_q."""
+    K, turn = c.keys, P.twist[:, : c.keys]
+    beta = c.beta[:, :K]
 
-    weight = c.weight_q
+    def carry(g: torch.Tensor) -> torch.Tensor:
+        """B^T g with B = twist N^T + tilt beta^T, the keys' coupling to d_q: (B, K, m) -> (B, K, k)."""
+        image = torch.einsum("bnhm,bnm->bnh", c.fk, g) * turn.unsqueeze(-1)
+        return image @ c.fq + (P.tilt * g).sum(-1, keepdim=True) * beta
+
+    linear = P.q + carry(from_d).sum(1) / 2
+    xq = P.xq.clone()
+    xq[:, :K] += carry(from_xd) / 2
+    linear = linear + ((in_x / (2 * xx)).unsqueeze(-1) * xq).sum(1)
+    gram = (tilted.gram(c.fk) * (turn**2)[..., None, None]).sum(1)
+    fq = c.fq
+    from_tilt = tilted.solve(P.tilt)
+    bent = (torch.einsum("bnhm,bnm->bnh", c.fk, from_tilt) * turn.unsqueeze(-1)) @ fq  # (B, K, k)
+    mixed = bent.transpose(1, 2) @ beta
+    stretch = (beta * (P.tilt * from_tilt).sum(-1, keepdim=True)).transpose(1, 2) @ beta
+    quadratic = (fq.transpose(1, 2) @ gram @ fq + mixed + mixed.transpose(1, 2) + stretch) / 4
+    quadratic = quadratic + (xq / (4 * xx).unsqueeze(-1)).transpose(1, 2) @ xq
+    if c.own:
+        product = fq.transpose(1, 2) @ c.fo
+        quadratic = quadratic + P.twist[:, -1, None, None] / 2 * (product + product.transpose(1, 2))
+
+    weight, k = c.weight_q, c.wq.shape[1]
     lam = y["ball_q"] if c.box else y["ball_q"].amax(-1, keepdim=True).expand_as(y["ball_q"])
-    lift = y["lift"].unsqueeze(-1)
-    root = weight.clamp_min(1e-300).sqrt()
-    held = torch.diag_embed(lam - spent_q) - quadratic
-    scaled = held / root.unsqueeze(-1) / root.unsqueeze(-2)
-    finite = torch.isfinite(scaled).all(-1).all(-1)
-    scaled = torch.where(finite[:, None, None], scaled, torch.eye(weight.shape[1], dtype=scaled.dtype))
-    least = torch.linalg.eigvalsh(scaled)[:, 0]
-    biggest = torch.linalg.matrix_norm(scaled)
-    k = weight.shape[1]
-    safety = 64 * k * EPS * (biggest + torch.linalg.matrix_norm(quadratic / root.unsqueeze(-1) / root.unsqueeze(-2)))
-    raised = (lift[:, 0] * c.movement + safety - least).clamp_min(0.0)
+    step = y["lift"] * c.movement
+    root = weight.sqrt()
+    outer = root.unsqueeze(-1) * root.unsqueeze(-2)
+    held = torch.diag_embed(lam - P.spent_q) - quadratic
+    finite = torch.isfinite(held).all(-1).all(-1)
+    held = torch.where(finite[:, None, None], held, torch.diag_embed(weight))
+    safety = 64 * k * EPS * (torch.linalg.matrix_norm(held / outer) + torch.linalg.matrix_norm(quadratic / outer))
+    safety = torch.where(finite, safety, torch.zeros_like(safety))
+    raised = (step + safety - torch.linalg.eigvalsh(held / outer)[:, 0]).clamp_min(0.0)
     lam = lam + raised.unsqueeze(-1) * weight
-    held = torch.diag_embed(lam - spent_q) - quadratic
     linear = linear - 2 * lam * c.wq
     region = (lam * (1 - c.wq**2)).sum(-1) if c.box else lam[:, 0] * (1 - (c.wq**2).sum(-1))
     # A matrix below the true one by more than the rounding of its entries: its maximum is an upper bound.
-    held = held - torch.diag_embed(safety.unsqueeze(-1) * weight / 2)
-    factor, info = torch.linalg.cholesky_ex(torch.where(finite[:, None, None], held, torch.eye(k, dtype=held.dtype)))
+    held = held + torch.diag_embed((raised - safety / 2).unsqueeze(-1) * weight)
+    factor, info = torch.linalg.cholesky_ex(held)
     z = torch.cholesky_solve(linear.unsqueeze(-1) / 2, factor).squeeze(-1)
-    left = linear / 2 - (held @ z.unsqueeze(-1)).squeeze(-1)
-    best = (linear * z).sum(-1) - (z * (held @ z.unsqueeze(-1)).squeeze(-1)).sum(-1)
-    floor = (lift[:, 0] * c.movement).clamp_min(1e-300)
-    rest = (left**2 / weight.clamp_min(1e-300)).sum(-1) / floor.clamp_min(1e-300)
-    size = region.abs() + (linear.abs() * z.abs()).sum(-1) + (c.p.abs().unsqueeze(-1) * c.beta.abs() * z.abs().unsqueeze(1)).sum((-1, -2))
-    return region + best + rest, size, finite & (info == 0)
+    image = (held @ z.unsqueeze(-1)).squeeze(-1)
+    left = linear / 2 - image
+    top = ((linear - image) * z).sum(-1) + (left**2 / weight).sum(-1) / step.clamp_min(1e-300)
+    size = region.abs() + ((linear.abs() + (P.q.abs() + 2 * lam * c.wq.abs())) * z.abs()).sum(-1)
+    return region + top, size, finite & (info == 0), lam
