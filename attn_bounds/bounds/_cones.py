@@ -19,7 +19,7 @@ import scipy.sparse as sp
 from ..solvers import Conic, Solution
 
 SQRT2 = math.sqrt(2.0)
-NARROW = 1e-2  # below this width exp and entropy cones lose their curvature to rounding: quadratic cones stand in
+NARROW = 0.3  # below this width exp and entropy cones lose their curvature to rounding: quadratic cones stand in
 STILL = 1e-13  # a score whose range is narrower counts as still
 Row = dict[int, float]  # an affine expression of the unknowns: column -> coefficient
 
