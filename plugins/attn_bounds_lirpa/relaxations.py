@@ -1,0 +1,130 @@
+"""Affine relaxations of softmax and of softmax-weighted sums, as plain torch functions (no verifier needed).
+
+Shapes: `...` stands for any leading dimensions, n_k is the number of keys. Differences d[..., j, k] = s_k - s_j of
+scores s have d[..., j, j] = 0, and the attention weight of key j is p_j = 1 / sum_k exp(d_jk).
+An affine bound of p_j is a pair (const, coef) with coef[..., j, k] the slope in d_jk.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def chord_of_exp(lower: Tensor, upper: Tensor) -> Tensor:
+    """Slope of the chord of exp over [lower, upper]; exp(lower) where the interval is a point."""
+    width = (upper - lower).clamp(min=0)
+    small, wide = width < 1e-3, width > 10
+    # expm1(x)/x <= 1 + x/2 + x^2/6 + x^3/18 for 0 <= x <= 1e-3; the branches not taken get harmless arguments
+    series = 1 + width / 2 * (1 + width / 3 * (1 + width / 3))
+    near = torch.where(small | wide, torch.ones_like(width), width)
+    far = torch.where(wide, width, torch.ones_like(width))
+    ratio = torch.where(small, series, torch.expm1(near) / near)
+    return torch.where(wide, (torch.exp(upper) - torch.exp(lower)) / far, torch.exp(lower) * ratio)
+
+
+def log_softmax_interval(d_lower: Tensor, d_upper: Tensor) -> tuple[Tensor, Tensor]:
+    """Interval of log p_j from intervals of the differences: -log sum_k exp(d_upper) <= log p_j <= -log sum_k exp(d_lower).
+
+    d_lower, d_upper: (..., n_k, n_k), zero on the diagonal. Returns two tensors (..., n_k), both <= 0.
+    """
+    return -torch.logsumexp(d_upper, -1).clamp(min=0), -torch.logsumexp(d_lower, -1).clamp(min=0)
+
+
+def softmax_lower(d_lower: Tensor, d_upper: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Affine lower bound of p_j: tangent at `at` of the convex 1 / (1 + sum_{k != j} chord of exp(d_jk)).
+
+    All arguments (..., n_k, n_k) with d_lower <= at <= d_upper. Returns const (..., n_k) and coef (..., n_k, n_k) <= 0.
+    """
+    shift = d_upper.amax(-1, keepdim=True).clamp(min=0)  # exp(-shift) scales every term below 1: nothing overflows
+    lo, hi = d_lower - shift, d_upper - shift
+    slope = chord_of_exp(lo, hi)
+    total = (torch.exp(lo) + slope * (at - d_lower)).sum(-1, keepdim=True)  # the diagonal adds exp(0 - shift)
+    tiny = torch.finfo(total.dtype).tiny ** 0.5
+    total = total.clamp(min=tiny)
+    value = torch.exp(-shift) / total
+    coef = -value * slope / total
+    coef = coef - torch.diag_embed(torch.diagonal(coef, dim1=-2, dim2=-1))
+    const = value.squeeze(-1) - (coef * at).sum(-1)
+    return const, coef
+
+
+def softmax_upper(d_lower: Tensor, d_upper: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Affine upper bound of p_j: p <= pl + b (log p - log pl), b the secant slope, and log p = -log sum_k exp(d_jk) by its tangent.
+
+    All arguments (..., n_k, n_k). Returns const (..., n_k) and coef (..., n_k, n_k).
+    """
+    log_lo, log_hi = log_softmax_interval(d_lower, d_upper)
+    b = chord_of_exp(log_lo, log_hi)
+    weights = torch.softmax(at, -1)
+    const = torch.exp(log_lo) + b * ((weights * at).sum(-1) - torch.logsumexp(at, -1) - log_lo)
+    coef = -b.unsqueeze(-1) * weights
+    coef = coef - torch.diag_embed(torch.diagonal(coef, dim1=-2, dim2=-1))
+    return const, coef
+
+
+def product_upper(p_lower: Tensor, p_upper: Tensor, w_lower: Tensor, w_upper: Tensor, rho: Tensor):
+    """Affine upper bound of p w on a box: p w <= m w + g p + const with m = pl + rho dp, g = wu - rho dw, 0 <= rho <= 1.
+
+    const = rho (1 - rho) dp dw - m g. Every rho is sound: it mixes the two facets of the concave envelope.
+    Returns m, g, const with the arguments' broadcast shape.
+    """
+    dp, dw = p_upper - p_lower, w_upper - w_lower
+    m, g = p_lower + rho * dp, w_upper - rho * dw
+    return m, g, rho * (1 - rho) * dp * dw - m * g
+
+
+def weighted_sum_upper(
+    d_lower: Tensor,  # (b, ..., n_k, n_k) intervals of the score differences
+    d_upper: Tensor,
+    w_lower: Tensor,  # (s, b, ..., n_k) intervals of the values in the propagated direction
+    w_upper: Tensor,
+    rho: Tensor,  # broadcastable to (s, b, ..., n_k): product weight
+    shift: Tensor,  # broadcastable to (s, b, ..., 1): offset of the shift tau from its default
+    theta_lower: Tensor,  # broadcastable to (s, b, ..., n_k): tangent points of the softmax bounds, 0 = d_lower, 1 = d_upper
+    theta_upper: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Affine upper bound of sum_j p_j w_j in the differences d and the values w.
+
+    sum_j p_j w_j <= const + sum_j m_j w_j + sum_jk a_jk d_jk: the product bound gives m_j w_j + g_j p_j, sum p = 1 turns
+    sum g_j p_j into tau + sum (g_j - tau) p_j, and each p_j is bounded from the side its coefficient asks for.
+    Returns a (s, b, ..., n_k, n_k), m (s, b, ..., n_k), const (s, b, ...).
+    """
+    log_lo, log_hi = log_softmax_interval(d_lower, d_upper)
+    p_lo, p_hi = torch.exp(log_lo), torch.exp(log_hi)
+    m, g, const = product_upper(p_lo, p_hi, w_lower, w_upper, rho)
+    middle = torch.exp(-torch.logsumexp((d_lower + d_upper) / 2, -1))
+    tau = (middle * g).sum(-1, keepdim=True) / middle.sum(-1, keepdim=True) + shift
+    c = g - tau
+    width = d_upper - d_lower
+    lo_const, lo_coef = softmax_lower(d_lower, d_upper, d_lower + theta_lower.unsqueeze(-1) * width)
+    up_const, up_coef = softmax_upper(d_lower, d_upper, d_lower + theta_upper.unsqueeze(-1) * width)
+    pos, neg = c.clamp(min=0), c.clamp(max=0)
+    a = pos.unsqueeze(-1) * up_coef + neg.unsqueeze(-1) * lo_coef
+    total = const.sum(-1) + tau.squeeze(-1) + (pos * up_const + neg * lo_const).sum(-1)
+    return a, m, total
+
+
+def attention_interval(d_lower: Tensor, d_upper: Tensor, v_lower: Tensor, v_upper: Tensor) -> tuple[Tensor, Tensor]:
+    """Interval of sum_j p_j v_j, coordinate by coordinate: greedy over the attention intervals (p_lo <= p <= p_hi, sum p = 1).
+
+    d (..., n_q, n_k, n_k), v (..., n_k, d_v). Returns two tensors (..., n_q, d_v).
+    """
+    log_lo, log_hi = log_softmax_interval(d_lower, d_upper)
+    p_lo, p_hi = torch.exp(log_lo), torch.exp(log_hi)
+    upper = _greedy_upper(p_lo, p_hi, v_upper)
+    return -_greedy_upper(p_lo, p_hi, -v_lower), upper
+
+
+def _greedy_upper(p_lo: Tensor, p_hi: Tensor, v: Tensor) -> Tensor:
+    """max sum_j p_j v_j over p_lo <= p <= p_hi, sum p = 1, for each query (row of p) and coordinate (column of v)."""
+    values, order = v.sort(dim=-2, descending=True)  # (..., n_k, d_v)
+    index = order.transpose(-1, -2).unsqueeze(-3)  # (..., 1, d_v, n_k)
+    shape = (*p_lo.shape[:-1], v.shape[-1], p_lo.shape[-1])  # (..., n_q, d_v, n_k)
+    index = index.expand(shape)
+    gap = (p_hi - p_lo).unsqueeze(-2).expand(shape).gather(-1, index)
+    budget = (1 - p_lo.sum(-1)).clamp(min=0)[..., None, None]
+    filled = torch.minimum(gap.cumsum(-1), budget)
+    extra = torch.diff(filled, dim=-1, prepend=torch.zeros_like(filled[..., :1]))
+    mass = p_lo.unsqueeze(-2).expand(shape).gather(-1, index) + extra
+    return (mass * values.transpose(-1, -2).unsqueeze(-3)).sum(-1)
