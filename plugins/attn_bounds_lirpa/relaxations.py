@@ -80,7 +80,7 @@ def weighted_sum_upper(
     w_lower: Tensor,  # (s, b, ..., n_k) intervals of the values in the propagated direction
     w_upper: Tensor,
     rho: Tensor,  # broadcastable to (s, b, ..., n_k): product weight
-    shift: Tensor,  # broadcastable to (s, b, ..., 1): offset of the shift tau from its default
+    shift: Tensor,  # broadcastable to (s, b, ..., 1): offset of the shift tau, in units of max |g_j - tau|
     theta_lower: Tensor,  # broadcastable to (s, b, ..., n_k): tangent points of the softmax bounds, 0 = d_lower, 1 = d_upper
     theta_upper: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,7 +94,8 @@ def weighted_sum_upper(
     p_lo, p_hi = torch.exp(log_lo), torch.exp(log_hi)
     m, g, const = product_upper(p_lo, p_hi, w_lower, w_upper, rho)
     middle = torch.exp(-torch.logsumexp((d_lower + d_upper) / 2, -1))
-    tau = (middle * g).sum(-1, keepdim=True) / middle.sum(-1, keepdim=True) + shift
+    tau = (middle * g).sum(-1, keepdim=True) / middle.sum(-1, keepdim=True)
+    tau = tau + shift * (g - tau).detach().abs().amax(-1, keepdim=True)
     c = g - tau
     width = d_upper - d_lower
     lo_const, lo_coef = softmax_lower(d_lower, d_upper, d_lower + theta_lower.unsqueeze(-1) * width)
