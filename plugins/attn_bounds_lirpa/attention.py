@@ -11,14 +11,12 @@ knowing the row that is propagated (see `relaxations.weighted_sum_upper`).
 
 from __future__ import annotations
 
-import math
-import warnings
 import weakref
 
 import torch
-from auto_LiRPA.bound_ops import BoundOptimizableActivation
 from torch import Tensor
 
+from .base import RelaxedOp
 from .forms import ValueForms
 from .relaxations import attention_interval, weighted_sum_upper
 from .rows import bound_rows, nonzero_groups, value_rows
@@ -41,86 +39,7 @@ def full_differences(lower: Tensor, upper: Tensor, n_keys: int) -> tuple[Tensor,
     return full_lower, full_upper
 
 
-class _AttentionOp(BoundOptimizableActivation):
-    """What both operators share: two inputs, one-sided bounds by sign flip, and parameters by start node."""
-
-    n_parameters = 0
-
-    def __init__(self, attr=None, inputs=None, output_index=0, options=None):
-        super().__init__(attr, inputs, output_index, options)
-        self.requires_input_bounds = [0, 1]
-        self.splittable = False
-        self.use_default_ibp = False
-        self.warned = False
-
-    def parameter_shape(self) -> tuple[int, ...]:
-        """Shape of one parameter behind (2, spec, batch)."""
-        raise NotImplementedError
-
-    def default_parameters(self, like: Tensor) -> Tensor:
-        """Default values, broadcastable to (batch, *parameter_shape)."""
-        raise NotImplementedError
-
-    def upper_rows(self, rows: Tensor, parameters: Tensor):
-        """Affine upper bound of rows . output: slopes for both inputs and a constant (s, b)."""
-        raise NotImplementedError
-
-    def _init_opt_parameters_impl(self, size_spec, name_start=None, **kwargs):
-        batch = self.inputs[0].lower.shape[0]
-        size = math.prod(size_spec) if isinstance(size_spec, (tuple, list, torch.Size)) else int(size_spec)
-        default = self.default_parameters(self.inputs[0].lower)
-        return default.expand(2, size, batch, *self.parameter_shape()).clone()
-
-    def clip_alpha(self):
-        for parameters in self.alpha.values():
-            self.clip(parameters.data)
-
-    def clip(self, parameters: Tensor) -> None:
-        parameters.clamp_(0, 1)
-
-    def _side(self, last, side: int, start_node, unstable_idx):
-        if last is None:
-            return (None, None), 0
-        rows = _dense(last)
-        if self.opt_stage in ("opt", "reuse") and start_node is not None and start_node.name in self.alpha:
-            parameters = self.alpha[start_node.name][side]
-            if unstable_idx is not None and parameters.shape[0] != rows.shape[0]:
-                parameters = parameters[unstable_idx]
-        else:
-            parameters = self.default_parameters(self.inputs[0].lower).unsqueeze(0)
-        sign = 1 if side else -1
-        slopes, bias = self.upper_rows(sign * rows, parameters)
-        self._check(bias, *slopes)
-        return tuple(sign * slope for slope in slopes), sign * bias
-
-    def _check(self, *tensors: Tensor) -> None:
-        if not all(torch.isfinite(t).all() for t in tensors) and not self.warned:
-            self.warned = True
-            warnings.warn(f"{self.name}: bounds that are not finite reached this operator", stacklevel=2)
-
-    def bound_backward(self, last_lA, last_uA, *x, start_node=None, unstable_idx=None, **kwargs):
-        lower, lbias = self._side(last_lA, 0, start_node, unstable_idx)
-        upper, ubias = self._side(last_uA, 1, start_node, unstable_idx)
-        return [(lower[0], upper[0]), (lower[1], upper[1])], lbias, ubias
-
-
-def _dense(last) -> Tensor:
-    """The coefficient tensor (s, b, ...) of a backward pass, also where auto_LiRPA passes an identity object."""
-    if isinstance(last, Tensor):
-        return last
-    if type(last).__name__ == "eyeC":
-        spec = last.shape[0]
-        return torch.eye(spec, device=last.device).view(spec, 1, *last.shape[2:]).expand(*last.shape)
-    if type(last).__name__ == "OneHotC":
-        spec, batch = last.shape[:2]
-        rows = torch.zeros(spec, batch, math.prod(last.shape[2:]), device=last.device)
-        index = last.index if last.index.ndim == 2 else last.index.unsqueeze(1).expand(spec, batch)
-        rows.scatter_(2, index.unsqueeze(-1), 1.0 if last.coeffs is None else last.coeffs.unsqueeze(-1))
-        return rows.view(*last.shape)
-    raise NotImplementedError(f"attention operators need dense coefficients, got {type(last).__name__}")
-
-
-class BoundScoreDifferences(_AttentionOp):
+class BoundScoreDifferences(RelaxedOp):
     """d[..., i, (j, k)] = scale q_i . (k_k - k_j) + mask_ik - mask_ij for the pairs j < k of keys.
 
     Inputs q (b, h, n_q, c) and k transposed (b, h, c, n_k). Each product of coordinates is bounded by a mix of the two
@@ -190,7 +109,7 @@ class BoundScoreDifferences(_AttentionOp):
         return (slope_q, slope_k.transpose(-1, -2)), bias
 
 
-class BoundAttentionMix(_AttentionOp):
+class BoundAttentionMix(RelaxedOp):
     """o_i = sum_j p_ij v_j with p_ij = 1 / sum_k exp(d_ijk); inputs d (b, h, n_q, pairs) and v (b, h, n_k, c)."""
 
     def __init__(self, attr=None, inputs=None, output_index=0, options=None, network=None, max_rows=4096):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .softmax import BoundRepairedSoftmax
 from .attention import BoundAttentionMix, BoundScoreDifferences
 
 
@@ -21,6 +22,25 @@ def fuse_attention(network, max_rows: int = 4096) -> dict:
             _replace(network, softmax, max_rows=max_rows, **match)
             report["fused"].append(softmax.name)
     return report
+
+
+def repair_softmax(network) -> list[str]:
+    """Replace every softmax of `network` by a sound one that cannot return NaN; returns the names of the new nodes."""
+    names = []
+    for old in [node for node in network.nodes() if type(node).__name__ == "BoundSoftmax"]:
+        new = BoundRepairedSoftmax({**old.attr, "axis": old.axis, "device": old.device}, list(old.inputs), 0, old.options)
+        _place(network, new, f"{old.name}/repaired", old)
+        network.replace_node(old, new)
+        names.append(new.name)
+    return names
+
+
+def _place(network, node, name: str, like, shape=None) -> None:
+    """Enter a new node into the graph with what auto_LiRPA expects to find on it."""
+    node.name, node.batch_dim, node.from_input = name, 0, True
+    node.output_shape = like.output_shape if shape is None else shape
+    node.perturbed, node.used = like.perturbed, like.used
+    network.add_nodes([node])
 
 
 def _match(network, softmax):
@@ -76,11 +96,8 @@ def _replace(network, softmax, scores, between, output, scale, mask, max_rows):
     batch, heads, n_q, _ = scores.inputs[0].output_shape
     n_k = scores.inputs[1].output_shape[-1]
     shapes = torch.Size((batch, heads, n_q, n_k * (n_k - 1) // 2)), output.output_shape
-    for node, suffix, shape in ((differences, "differences", shapes[0]), (mix, "mix", shapes[1])):
-        node.name = f"{softmax.name}/{suffix}"
-        node.output_shape, node.batch_dim, node.from_input = shape, 0, True
-        node.perturbed, node.used = softmax.perturbed, softmax.used
-    network.add_nodes([differences, mix])
+    _place(network, differences, f"{softmax.name}/differences", softmax, shapes[0])
+    _place(network, mix, f"{softmax.name}/mix", softmax, shapes[1])
     network.replace_node(output, mix)
     for node in (softmax, *between, scores):
         network.delete_node(node)

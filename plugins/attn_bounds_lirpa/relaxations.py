@@ -63,6 +63,45 @@ def softmax_upper(d_lower: Tensor, d_upper: Tensor, at: Tensor) -> tuple[Tensor,
     return const, coef
 
 
+def softmax_of_scores_lower(lower: Tensor, upper: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Affine lower bound of softmax(s)_j from intervals of the scores: tangent at `at[..., j, :]` of the convex
+    exp(s_j) / sum_k chord of exp(s_k).
+
+    lower, upper: (..., n_k); at: (..., n_k, n_k), a tangent point for each j. Returns const (..., n_k), coef (..., j, k).
+    """
+    shift = upper.amax(-1, keepdim=True)
+    slope = chord_of_exp(lower - shift, upper - shift).unsqueeze(-2)
+    total = (torch.exp(lower - shift).unsqueeze(-2) + slope * (at - lower.unsqueeze(-2))).sum(-1)
+    total = total.clamp(min=torch.finfo(total.dtype).tiny ** 0.5)
+    value = torch.exp(torch.diagonal(at, dim1=-2, dim2=-1) - shift) / total
+    coef = torch.diag_embed(value) - (value / total).unsqueeze(-1) * slope
+    return value - (coef * at).sum(-1), coef
+
+
+def softmax_of_scores_upper(lower: Tensor, upper: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Affine upper bound of softmax(s)_j: p <= pl + b (log p - log pl), with log p = s_j - log sum_k exp(s_k) by its tangent.
+
+    Arguments and results as in `softmax_of_scores_lower`.
+    """
+    log_lo, log_hi = log_softmax_of_scores_interval(lower, upper)
+    b = chord_of_exp(log_lo, log_hi)
+    weights = torch.softmax(at, -1)
+    const = torch.exp(log_lo) + b * ((weights * at).sum(-1) - torch.logsumexp(at, -1) - log_lo)
+    return const, torch.diag_embed(b) - b.unsqueeze(-1) * weights
+
+
+def log_softmax_of_scores_interval(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    """Interval of log softmax(s)_j from intervals of the scores, both ends <= 0; (..., n_k) each."""
+    n = lower.shape[-1]
+    own = torch.eye(n, dtype=torch.bool, device=lower.device)
+    lowest = torch.where(own, lower.unsqueeze(-2), upper.unsqueeze(-2))  # [j, k]: own score low, the others high
+    highest = torch.where(own, upper.unsqueeze(-2), lower.unsqueeze(-2))
+    return (
+        (lower - torch.logsumexp(lowest, -1)).clamp(max=0),
+        (upper - torch.logsumexp(highest, -1)).clamp(max=0),
+    )
+
+
 def product_upper(p_lower: Tensor, p_upper: Tensor, w_lower: Tensor, w_upper: Tensor, rho: Tensor):
     """Affine upper bound of p w on a box: p w <= m w + g p + const with m = pl + rho dp, g = wu - rho dw, 0 <= rho <= 1.
 
