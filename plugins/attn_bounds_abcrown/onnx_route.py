@@ -156,7 +156,7 @@ def _softmax_in_place(self, input: torch.Tensor) -> torch.Tensor:
 class _StandIn(types.ModuleType):
     """Takes the place of torchvision at import: the detection operators that need it are never reached."""
 
-    __path__: list[str] = []
+    __path__ = ()
 
     def __getattr__(self, name: str):
         if name.startswith("__"):

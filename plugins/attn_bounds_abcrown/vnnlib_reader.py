@@ -46,7 +46,7 @@ def read_vnnlib(path: str | Path) -> Property:
         elif form[0] == "assert" and len(form) == 2:
             asserts.append(form[1])
         else:
-            raise ArgumentError(f"vnnlib: {path}: expected (declare-const NAME Real) or (assert ...), got ({form[0]} ...)")
+            raise ArgumentError(f"vnnlib: {path}: expected declare-const NAME Real or assert, got {form[0]}")
     if not counts["X"] or not counts["Y"]:
         raise ArgumentError(f"vnnlib: {path}: no input X_i or no output Y_i is declared")
     return _collect(asserts, counts["X"], counts["Y"], path)
@@ -119,7 +119,7 @@ def _bound(atom: list, lower: np.ndarray, upper: np.ndarray, path: Path) -> None
 def _row(atom: list, n_out: int, path: Path) -> tuple[np.ndarray, float]:
     """`left <= right` as a row a.y <= b."""
     if _mentions_input(atom):
-        raise ArgumentError(f"vnnlib: {path}: a disjunction about the inputs is not supported; split it into one file a box")
+        raise ArgumentError(f"vnnlib: {path}: disjunctions about inputs are not read; split into one file a box")
     op, left, right = _comparison(atom, path)
     if op == ">=":
         left, right = right, left

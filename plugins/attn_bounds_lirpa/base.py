@@ -1,4 +1,4 @@
-"""What every operator of this package shares: one-sided bounds by a sign flip, free parameters, and the finite guard."""
+"""What every operator of this package shares: one-sided bounds by a sign flip, free parameters, a finite guard."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 class RelaxedOp(BoundOptimizableActivation):
     """An operator that bounds rows . output from above by an affine function of its inputs.
 
-    A subclass gives `upper_rows(rows, parameters)` and `interval_propagate`; the lower bound of a row is minus the upper
-    bound of minus the row. Parameters live in [0, 1] (unless `clip` says otherwise), one set for each start node, side,
-    row and batch element; any value of them is sound. Rows whose bound is not finite get the interval bound instead.
+    A subclass gives `upper_rows(rows, parameters)` and `interval_propagate`; the lower bound of a row is minus the
+    upper bound of minus the row. Parameters live in [0, 1] (unless `clip` says otherwise), one set for each start node,
+    side, row and batch element; any value of them is sound. Rows whose bound is not finite get the interval bound.
     """
 
     def __init__(self, attr=None, inputs=None, output_index=0, options=None):

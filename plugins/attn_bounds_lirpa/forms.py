@@ -8,6 +8,7 @@ is affine in x (the first layer) the composition is exact.
 from __future__ import annotations
 
 import torch
+from auto_LiRPA.perturbations import PerturbationLpNorm
 from torch import Tensor
 
 from .rows import paused
@@ -59,7 +60,9 @@ class ValueForms:
     def fits(self, network, node) -> bool:
         """Whether the forms were computed with the bounds that the network has now."""
         now = region_key(network, node)
-        return len(now) == len(self.key) and all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(now, self.key, strict=True))
+        return len(now) == len(self.key) and all(
+            a.shape == b.shape and torch.equal(a, b) for a, b in zip(now, self.key, strict=True)
+        )
 
 
 def region_key(network, node) -> list[Tensor]:
@@ -84,8 +87,9 @@ class _Part:
         self.root, self.lower, self.upper = root, lower, upper
         self.exact = torch.equal(lower, upper)
         self.columns: dict[tuple[int, int], Tensor | None] = {}
-        norm = getattr(root.perturbation, "norm", None)
-        self.box = norm == float("inf") and not getattr(root.perturbation, "constraints", None)
+        perturbation = root.perturbation
+        constrained = getattr(perturbation, "constraints", None) is not None
+        self.box = type(perturbation) is PerturbationLpNorm and perturbation.norm == float("inf") and not constrained
 
     def split(self, shape) -> None:
         """Arrange the coefficients as (h, j, b, c, inputs) and find, for boxes, the inputs that each key reads."""

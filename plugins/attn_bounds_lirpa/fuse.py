@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .softmax import BoundRepairedSoftmax
 from .attention import BoundAttentionMix, BoundScoreDifferences
+from .patch_conv import use_patch_convolutions
+from .softmax import BoundRepairedSoftmax
 
 
 def fuse_attention(network, max_rows: int = 4096) -> dict:
@@ -14,7 +15,9 @@ def fuse_attention(network, max_rows: int = 4096) -> dict:
     Returns {"fused": [names of the softmax nodes], "skipped": {name: why not}}.
     """
     report = {"fused": [], "skipped": {}}
-    for softmax in [node for node in network.nodes() if type(node).__name__ in ("BoundSoftmax", "BoundRepairedSoftmax")]:
+    for softmax in [
+        node for node in network.nodes() if type(node).__name__ in ("BoundSoftmax", "BoundRepairedSoftmax")
+    ]:
         match = _match(network, softmax)
         if isinstance(match, str):
             report["skipped"][softmax.name] = match
@@ -28,7 +31,9 @@ def repair_softmax(network) -> list[str]:
     """Replace every softmax of `network` by a sound one that cannot return NaN; returns the names of the new nodes."""
     names = []
     for old in [node for node in network.nodes() if type(node).__name__ == "BoundSoftmax"]:
-        new = BoundRepairedSoftmax({**old.attr, "axis": old.axis, "device": old.device}, list(old.inputs), 0, old.options)
+        new = BoundRepairedSoftmax(
+            {**old.attr, "axis": old.axis, "device": old.device}, list(old.inputs), 0, old.options
+        )
         _place(network, new, f"{old.name}/repaired", old)
         network.replace_node(old, new)
         names.append(new.name)
@@ -91,7 +96,9 @@ def _constant_operand(network, node):
 def _replace(network, softmax, scores, between, output, scale, mask, max_rows):
     device = softmax.device
     options = softmax.options
-    differences = BoundScoreDifferences({"device": device}, [scores.inputs[0], scores.inputs[1]], 0, options, scale, mask)
+    differences = BoundScoreDifferences(
+        {"device": device}, [scores.inputs[0], scores.inputs[1]], 0, options, scale, mask
+    )
     mix = BoundAttentionMix({"device": device}, [differences, output.inputs[1]], 0, options, network, max_rows)
     batch, heads, n_q, _ = scores.inputs[0].output_shape
     n_k = scores.inputs[1].output_shape[-1]
@@ -101,3 +108,12 @@ def _replace(network, softmax, scores, between, output, scale, mask, max_rows):
     network.replace_node(output, mix)
     for node in (softmax, *between, scores):
         network.delete_node(node)
+
+
+def attach(network, max_rows: int = 4096) -> dict:
+    """The sensible whole: fuse attention, repair every softmax that is left, and speed up patch embeddings.
+
+    Returns {"fused": [...], "skipped": {name: why}, "repaired": [...], "patches": [...]}.
+    """
+    report = fuse_attention(network, max_rows=max_rows)
+    return {**report, "repaired": repair_softmax(network), "patches": use_patch_convolutions(network)}

@@ -1,4 +1,4 @@
-"""Optimise the free parameters of every relaxation row by row: first of the intermediate bounds, then of the outputs."""
+"""Optimise the free parameters of every relaxation row by row: first of intermediate bounds, then of the outputs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _known_bounds(network) -> dict:
 
 
 def _rows_worth_optimising(network) -> list[str]:
-    """Nodes whose bounds rest on at least one relaxation: score differences, and inputs of ReLUs with an unstable unit."""
+    """Score differences and inputs of ReLUs whose bounds rest on at least one relaxation."""
     names = []
     for node in _topological(network):
         if isinstance(node, BoundAttentionMix):
@@ -139,7 +139,9 @@ def _optimise(network, x, name, C, interm_bounds, iterations, lr, side, stop_abo
     network.last_final_node_name = None
     args = network.bound_opts["optimize_bound_args"]
     saved = dict(args)
-    args.update(iteration=iterations, lr_alpha=lr, fix_interm_bounds=True, keep_best=True, early_stop_patience=iterations)
+    args.update(
+        iteration=iterations, lr_alpha=lr, fix_interm_bounds=True, keep_best=True, early_stop_patience=iterations
+    )
     if stop_above is not None:
         args["stop_criterion_func"] = lambda bound: (bound > stop_above).all(1, keepdim=True)
     try:

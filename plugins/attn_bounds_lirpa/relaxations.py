@@ -24,7 +24,9 @@ def chord_of_exp(lower: Tensor, upper: Tensor) -> Tensor:
 
 
 def log_softmax_interval(d_lower: Tensor, d_upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Interval of log p_j from intervals of the differences: -log sum_k exp(d_upper) <= log p_j <= -log sum_k exp(d_lower).
+    """Interval of log p_j from intervals of the differences.
+
+    -log sum_k exp(d_upper_jk) <= log p_j <= -log sum_k exp(d_lower_jk)
 
     d_lower, d_upper: (..., n_k, n_k), zero on the diagonal. Returns two tensors (..., n_k), both <= 0.
     """
@@ -50,7 +52,9 @@ def softmax_lower(d_lower: Tensor, d_upper: Tensor, at: Tensor) -> tuple[Tensor,
 
 
 def softmax_upper(d_lower: Tensor, d_upper: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """Affine upper bound of p_j: p <= pl + b (log p - log pl), b the secant slope, and log p = -log sum_k exp(d_jk) by its tangent.
+    """Affine upper bound of p_j: secant of exp over the range of log p, then tangent of log p at `at`.
+
+    p <= pl + b (log p - log pl), b the secant slope; log p = -log sum_k exp(d_jk) is concave.
 
     All arguments (..., n_k, n_k). Returns const (..., n_k) and coef (..., n_k, n_k).
     """
@@ -67,7 +71,8 @@ def softmax_of_scores_lower(lower: Tensor, upper: Tensor, at: Tensor) -> tuple[T
     """Affine lower bound of softmax(s)_j from intervals of the scores: tangent at `at[..., j, :]` of the convex
     exp(s_j) / sum_k chord of exp(s_k).
 
-    lower, upper: (..., n_k); at: (..., n_k, n_k), a tangent point for each j. Returns const (..., n_k), coef (..., j, k).
+    lower, upper: (..., n_k); at: (..., n_k, n_k), a tangent point for each j.
+    Returns const (..., n_k) and coef (..., j, k).
     """
     shift = upper.amax(-1, keepdim=True)
     slope = chord_of_exp(lower - shift, upper - shift).unsqueeze(-2)
@@ -79,7 +84,7 @@ def softmax_of_scores_lower(lower: Tensor, upper: Tensor, at: Tensor) -> tuple[T
 
 
 def softmax_of_scores_upper(lower: Tensor, upper: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """Affine upper bound of softmax(s)_j: p <= pl + b (log p - log pl), with log p = s_j - log sum_k exp(s_k) by its tangent.
+    """Affine upper bound of softmax(s)_j: p <= pl + b (log p - log pl), log p = s_j - log sum_k exp(s_k) by its tangent.
 
     Arguments and results as in `softmax_of_scores_lower`.
     """
@@ -103,8 +108,9 @@ def log_softmax_of_scores_interval(lower: Tensor, upper: Tensor) -> tuple[Tensor
 
 
 def product_upper(p_lower: Tensor, p_upper: Tensor, w_lower: Tensor, w_upper: Tensor, rho: Tensor):
-    """Affine upper bound of p w on a box: p w <= m w + g p + const with m = pl + rho dp, g = wu - rho dw, 0 <= rho <= 1.
+    """Affine upper bound of p w on a box, from a weight 0 <= rho <= 1.
 
+    p w <= m w + g p + const with m = pl + rho dp, g = wu - rho dw,
     const = rho (1 - rho) dp dw - m g. Every rho is sound: it mixes the two facets of the concave envelope.
     Returns m, g, const with the arguments' broadcast shape.
     """
@@ -120,13 +126,13 @@ def weighted_sum_upper(
     w_upper: Tensor,
     rho: Tensor,  # broadcastable to (s, b, ..., n_k): product weight
     shift: Tensor,  # broadcastable to (s, b, ..., 1): offset of the shift tau, in units of max |g_j - tau|
-    theta_lower: Tensor,  # broadcastable to (s, b, ..., n_k): tangent points of the softmax bounds, 0 = d_lower, 1 = d_upper
+    theta_lower: Tensor,  # broadcastable to (s, b, ..., n_k): tangent points of softmax, 0 = d_lower, 1 = d_upper
     theta_upper: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Affine upper bound of sum_j p_j w_j in the differences d and the values w.
 
-    sum_j p_j w_j <= const + sum_j m_j w_j + sum_jk a_jk d_jk: the product bound gives m_j w_j + g_j p_j, sum p = 1 turns
-    sum g_j p_j into tau + sum (g_j - tau) p_j, and each p_j is bounded from the side its coefficient asks for.
+    sum_j p_j w_j <= const + sum_j m_j w_j + sum_jk a_jk d_jk: the product bound gives m_j w_j + g_j p_j, sum p = 1
+    turns sum g_j p_j into tau + sum (g_j - tau) p_j, and each p_j is bounded from the side its coefficient asks for.
     Returns a (s, b, ..., n_k, n_k), m (s, b, ..., n_k), const (s, b, ...).
     """
     log_lo, log_hi = log_softmax_interval(d_lower, d_upper)
@@ -146,7 +152,7 @@ def weighted_sum_upper(
 
 
 def attention_interval(d_lower: Tensor, d_upper: Tensor, v_lower: Tensor, v_upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Interval of sum_j p_j v_j, coordinate by coordinate: greedy over the attention intervals (p_lo <= p <= p_hi, sum p = 1).
+    """Interval of sum_j p_j v_j, coordinate by coordinate: greedy over p_lo <= p <= p_hi, sum p = 1.
 
     d (..., n_q, n_k, n_k), v (..., n_k, d_v). Returns two tensors (..., n_q, d_v).
     """

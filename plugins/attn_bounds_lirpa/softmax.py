@@ -1,7 +1,8 @@
 """A sound softmax for auto_LiRPA: exact interval ends, LSE-type relaxation without its two faults, free tangent point.
 
 Faults of the operator that it replaces (auto_LiRPA 0.7.1, softmax "lse"): an epsilon inside a logarithm lifts the ends
-of a secant and makes the upper bound too low for wide score ranges; a score whose interval is a point gives NaN gradients.
+of a secant and makes the upper bound too low for wide score ranges; a score whose interval is a point gives NaN
+gradients.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class BoundRepairedSoftmax(RelaxedOp):
         axis = self.axis if self.axis < 0 else self.axis + 1
         rows = rows.transpose(axis, -1)
         lower, upper = (t.transpose(self.axis, -1) for t in (self.inputs[0].lower, self.inputs[0].upper))
-        at = [lower.unsqueeze(-2) + theta.unsqueeze(-1) * (upper - lower).unsqueeze(-2) for theta in self._thetas(parameters)]
+        at = [
+            lower.unsqueeze(-2) + theta.unsqueeze(-1) * (upper - lower).unsqueeze(-2)
+            for theta in self._thetas(parameters)
+        ]
         lo_const, lo_coef = softmax_of_scores_lower(lower, upper, at[0].expand(*at[0].shape[:-2], lower.shape[-1], -1))
         up_const, up_coef = softmax_of_scores_upper(lower, upper, at[1].expand(*at[1].shape[:-2], lower.shape[-1], -1))
         pos, neg = rows.clamp(min=0).unsqueeze(-2), rows.clamp(max=0).unsqueeze(-2)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from attn_bounds_lirpa import repair_softmax
+from attn_bounds_lirpa.compat import HAS_LSE_SOFTMAX
 from attn_bounds_lirpa.relaxations import (
     chord_of_exp,
     log_softmax_of_scores_interval,
     softmax_of_scores_lower,
     softmax_of_scores_upper,
 )
-from attn_bounds_lirpa.compat import HAS_LSE_SOFTMAX
 from conftest import ball, convert
 
 pytestmark = pytest.mark.lirpa
