@@ -84,7 +84,7 @@ def softmax_of_scores_lower(lower: Tensor, upper: Tensor, at: Tensor) -> tuple[T
 
 
 def softmax_of_scores_upper(lower: Tensor, upper: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """Affine upper bound of softmax(s)_j: p <= pl + b (log p - log pl), log p = s_j - log sum_k exp(s_k) by its tangent.
+    """Affine upper bound of softmax(s)_j: p <= pl + b (log p - log pl), log p = s_j - logsumexp(s) by its tangent.
 
     Arguments and results as in `softmax_of_scores_lower`.
     """
