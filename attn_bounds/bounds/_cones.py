@@ -111,7 +111,9 @@ class _Block:
     d1: list[Row]
     second: dict[tuple[int, int], Row]  # over query head, key head and x, in this order
     x1: Row = field(default_factory=dict)
-    bulge: Row = field(default_factory=dict)  # narrow keys: (x - s) / width, an unknown of its own
+    bulge: Row = field(default_factory=dict)  # L[e - 1 - s] / width^2
+    bulge_w: list[Row] = field(default_factory=list)  # L[(e - 1 - linear part of s) d] / width^2, query head then key head
+    with_s: list[Row] = field(default_factory=list)  # L[linear part of s times d]
     score: Row = field(default_factory=dict)
     bilinear: Row = field(default_factory=dict)
     cubic: Row = field(default_factory=dict)
@@ -156,8 +158,8 @@ class _Block:
 class Programme:
     """The programme of one problem; `c` holds the fields of `Centred` without their leading dimension."""
 
-    def __init__(self, c: dict[str, np.ndarray], box: bool, own: bool, order: int, full: bool) -> None:
-        self.c, self.box, self.own, self.order, self.full = c, box, own, order, full
+    def __init__(self, c: dict[str, np.ndarray], box: bool, own: bool, order: int, full: bool, products: bool) -> None:
+        self.c, self.box, self.own, self.order, self.full, self.products = c, box, own, order, full, products
         self.n, self.k = c["p"].size, c["wq"].size
         self.scale, self.nominal = float(c["movement"]), float(c["f"])
         self.r = _Rows()
@@ -210,7 +212,7 @@ class Programme:
         low, high = float(c["low"][j]), float(c["high"][j])
         still = high - low < STILL
         second = {}
-        for b in range(kq + mk + (not still)):
+        for b in range(kq + mk):
             for a in range(b + 1):
                 second[a, b] = self.shared[a, b] if full and b < kq else r.new()
         block = _Block(
@@ -221,13 +223,36 @@ class Programme:
         if still:
             return block
         block.score = self._score(block)
-        if block.narrow:
-            block.bulge = r.new()
-            block.x1 = total((block.score, 1 / block.width), (block.bulge, block.width))
-        else:
-            block.x1 = r.new()
+        self._exponent(block)
         self._exponential(block)
         return block
+
+    def _exponent(self, block: _Block) -> None:
+        """L[x], L[x d], L[x d_q] and L[x^2]; narrow keys have L[x - s] as the unknown, times width^2, for accuracy."""
+        r, width, last = self.r, block.width, block.size - 1
+        a_head = block.head_k.T @ (self.c["alpha"][block.j] / block.root) if block.moving else np.zeros(0)
+        b_head = block.head_q.T @ self.beta[block.j]
+        mk, kq = len(a_head), block.kq
+        block.with_s = [
+            total((dot(a_head, [block.qd(b, a) for a in range(mk)]), 1.0), (dot(b_head, [block.qq(a, b) for a in range(kq)]), 1.0))
+            for b in range(kq)
+        ] + [
+            total((dot(a_head, [block.dd(a, b) for a in range(mk)]), 1.0), (dot(b_head, [block.qd(a, b) for a in range(kq)]), 1.0))
+            for b in range(mk)
+        ]  # fmt: skip
+        if block.narrow:
+            block.bulge = r.new()
+            block.x1 = total((block.score, 1 / width), (block.bulge, width))
+            block.bulge_w = [r.new() for _ in range(last)]
+            for b in range(last):
+                block.second[b, last] = total((block.with_s[b], 1 / width), (block.bulge_w[b], width))
+        else:
+            block.x1 = r.new()
+            block.bulge = total((block.x1, 1 / width), (block.score, -1 / width**2))
+            for b in range(last):
+                block.second[b, last] = r.new()
+                block.bulge_w.append(total((block.second[b, last], 1 / width), (block.with_s[b], -1 / width**2)))
+        block.second[last, last] = r.new()
 
     def _masses(self, block: _Block) -> None:
         r = self.r
@@ -285,13 +310,11 @@ class Programme:
         low, high = block.low, block.high
         slope, start = bulge_chord(low, high)
         if block.narrow:
-            half = math.sqrt(phi(low))
-            r.add_product("bulge", j, total((score, half / width)), block.bulge, self.tau)
-            over = block.bulge
+            r.add_product("bulge", j, total((score, math.sqrt(phi(low)) / width)), block.bulge, self.tau)
         else:
             r.add("exp", j, "exp", [score, self.tau, total((self.tau, 1.0), (block.x1, width))])
-            over = total((block.x1, 1 / width), (score, -1 / width**2))
-        r.add("secant", j, "nonneg", [total((self.tau, start / width**2), (score, slope / width**2), (over, -1.0))])
+        below = total((self.tau, start / width**2), (score, slope / width**2), (block.bulge, -1.0))
+        r.add("secant", j, "nonneg", [below])
         xl, xu = math.expm1(low) / width, math.expm1(high) / width
         square = block.second[block.size - 1, block.size - 1]
         r.add("square", j, "nonneg", [total((square, -1.0), (block.x1, xl + xu), (self.tau, -xl * xu))])
@@ -307,38 +330,37 @@ class Programme:
         if self.k:
             at = block.head_q.T @ self.wq
             r.add_norm("norm_q", j, pi, _shifted(at, pi, block.q1, block.xq(), width), flat)
-        if block.moving and self.k and float(self.c["bend"][j]) > 0:
-            block.cubic = r.new()
-            r.add_product("cubic", j, block.cubic, self.mass_q, block.mass)
-        if block.moving:
-            self._products(block)
+        if self.k and float(self.c["bend"][j]) > 0:
+            block.cubic = r.new() if block.moving else self.mass_q
+            if block.moving:
+                r.add_product("cubic", j, block.cubic, self.mass_q, block.mass)
+        if self.products:
+            kq = block.kq
+            if block.moving:
+                self._products(block, "k", block.head_k.T @ block.w, block.d1, slice(kq, None))
+            if self.k:
+                self._products(block, "q", block.head_q.T @ self.wq, block.q1, slice(0, kq))
         if self.order == 3:
             self._entropy(block, pi)
 
-    def _products(self, block: _Block) -> None:
+    def _products(self, block: _Block, side: str, at: np.ndarray, first: list[Row], part: slice) -> None:
         """|L[(e - 1 - s) w]| <= L[e - 1 - s], the same for chord - e: products of two inequalities, in units of width^2.
 
         With a moving query the bilinear part of s times w is of third degree: its middle value and a bounded remainder.
         """
-        c, r, j, width = self.c, self.r, block.j, block.width
-        a_head, b_head = block.head_k.T @ (c["alpha"][j] / block.root), block.head_q.T @ self.beta[j]
+        r, j, scale = self.r, block.j, 1 / block.width**2
         slope, start = bulge_chord(block.low, block.high)
-        over = block.bulge if block.narrow else total((block.x1, 1 / width), (block.score, -1 / width**2))
-        linear = total((block.score, 1 / width**2), (block.bilinear, -1 / width**2))
-        straight = total((block.x1, 1 / width), (linear, -1.0))  # L[x - linear part of s]
+        linear = total((block.score, 1.0), (block.bilinear, -1.0))
+        straight = total((block.bulge, 1.0), (block.bilinear, scale))  # L[e - 1 - linear part of s]
         over_w, under_w = [], []
-        for b, (w, d, xd) in enumerate(zip(block.head_k.T @ block.w, block.d1, block.xd(), strict=True)):
-            along = [(block.dd(a, b), float(value) / width**2) for a, value in enumerate(a_head)]
-            along += [(block.qd(a, b), float(value) / width**2) for a, value in enumerate(b_head)]
-            with_s = total((linear, float(w)), *along)
-            over_w.append(total((straight, float(w)), (xd, 1 / width), *((row, -value) for row, value in along)))
-            place = total((self.tau, float(w)), (d, 1.0))
-            under_w.append(total((place, start / width**2), (with_s, slope), (over_w[-1], -1.0)))
-        rest, size = block.cubic, float(c["bend"][j]) / width**2
-        under = total((self.tau, start / width**2), (block.score, slope / width**2), (over, -1.0))
-        flat = self.full and self.box
-        r.add_norm("over", j, total((over, 1.0), (rest, size)), over_w, flat)
-        r.add_norm("under", j, total((under, 1.0), (rest, size * (1 + slope))), under_w, flat)
+        for w, d, over, along in zip(at.tolist(), first, block.bulge_w[part], block.with_s[part], strict=True):
+            over_w.append(total((straight, w), (over, 1.0)))
+            chord = [(self.tau, w * start * scale), (d, start * scale), (linear, w * slope * scale), (along, slope * scale)]
+            under_w.append(total(*chord, (over_w[-1], -1.0)))
+        under = total((self.tau, start * scale), (block.score, slope * scale), (block.bulge, -1.0))
+        rest, flat = float(self.c["bend"][j]) * scale, self.full and self.box
+        r.add_norm(f"over_{side}", j, total((block.bulge, 1.0), (block.cubic, rest)), over_w, flat)
+        r.add_norm(f"under_{side}", j, total((under, 1.0), (block.cubic, rest * (1 + slope))), under_w, flat)
 
     def _entropy(self, block: _Block, pi: Row) -> None:
         """L[e s] >= L[e] log(L[e] / tau); the third moment e d_q N d_j is its middle value plus a bounded remainder."""
@@ -350,10 +372,8 @@ class Programme:
         # L[e s] - L[s] in units of the width: L[x s], with e = middle + (e - middle) in the bilinear part.
         excess = [*linear, (block.bilinear, (xu + xl) / 2 / width)]
         spread = (xu - xl) / 2 / width * float(c["bend"][j])
-        if spread > 0 and block.moving:
+        if spread > 0:
             excess.append((block.cubic, spread))
-        elif spread > 0:
-            excess.append((self.mass_q, spread))
         if block.narrow:
             over = total(*((row, value / width) for row, value in excess), (block.bulge, -1.0))
             half = math.sqrt(0.5 * math.exp(-block.high))
@@ -445,8 +465,10 @@ def nothing(c: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "ball_k": np.zeros((K, m)),
         "ball_q": np.zeros(k),
         "norm_k": np.zeros((K, m)),
-        "over": np.zeros((K, m)),
-        "under": np.zeros((K, m)),
+        "over_k": np.zeros((K, m)),
+        "under_k": np.zeros((K, m)),
+        "over_q": np.zeros((n, k)),
+        "under_q": np.zeros((n, k)),
         "norm_q": np.zeros((n, k)),
         "ratio": np.ones(n),
         **{name: np.zeros(n) for name in ("exp", "exp_at", "secant", "square", "entropy", "entropy_at")},
@@ -472,26 +494,36 @@ def multipliers(programme: Programme, solution: Solution) -> dict[str, np.ndarra
         out["exp"][j], out["exp_at"][j] = _exp_dual(z, block, where, scale)
         if block.moving:
             out["norm_k"][j] = scale * block.root * (block.head_k @ _norm_dual(z, where.get(("norm_k", j)), flat))
-            spare = {}
-            for name in ("over", "under"):
-                rows = where.get((name, j))
-                vector = scale / width**2 * block.root * (block.head_k @ _norm_dual(z, rows, flat))
-                out[name][j] = vector
-                whole = 0.0 if rows is None else z[rows].sum() if flat else z[rows][0]
-                spare[name] = scale / width**2 * whole - np.linalg.norm(vector, 1 if programme.box else 2)
-            # What a product's multiplier has beyond its vector belongs to the inequality itself.
-            out["secant"][j] += max(spare["under"], 0.0)
-            extra, was, at = max(spare["over"], 0.0), max(out["exp"][j], 0.0), out["exp_at"][j]
-            out["exp"][j] = was + extra
-            out["exp_at"][j] = math.log1p(was / (was + extra) * math.expm1(at)) if extra > 0 else at
         if programme.k and ("norm_q", j) in where:
             out["norm_q"][j] = scale * programme.root_q * (block.head_q @ _norm_dual(z, where["norm_q", j], flat))
+        _product_dual(z, block, programme, out)
         if programme.order == 3:
             out["entropy"][j], out["entropy_at"][j] = _entropy_dual(z, block, where, scale)
         if ("cubic", j) in where:
             plus, minus, _ = z[where["cubic", j]]
             out["ratio"][j] = math.sqrt(max(plus + minus, 1e-300) / max(plus - minus, 1e-300))
     return out
+
+
+def _product_dual(z: np.ndarray, block: _Block, programme: Programme, out: dict[str, np.ndarray]) -> None:
+    """Vectors of the products' multipliers; what a multiplier has beyond its vector belongs to the inequality itself."""
+    j, scale, flat = block.j, programme.scale / block.width**2, programme.full and programme.box
+    spare = {"over": 0.0, "under": 0.0}
+    sides = {"k": (block.root, block.head_k), "q": (programme.root_q, block.head_q)}
+    for name in spare:
+        for side, (root, head) in sides.items():
+            rows = programme.r.where.get((f"{name}_{side}", j))
+            if rows is None:
+                continue
+            vector = scale * root * (head @ _norm_dual(z, rows, flat))
+            out[f"{name}_{side}"][j] = vector
+            whole = z[rows].sum() if flat else z[rows][0]
+            spare[name] += max(scale * whole - np.linalg.norm(vector, 1 if programme.box else 2), 0.0)
+    out["secant"][j] += spare["under"]
+    was, at = max(out["exp"][j], 0.0), out["exp_at"][j]
+    if spare["over"] > 0:  # one tangent in place of two, with the same slopes and a value at least as large
+        out["exp"][j] = was + spare["over"]
+        out["exp_at"][j] = math.log1p(was / (was + spare["over"]) * math.expm1(at))
 
 
 def _exp_dual(z: np.ndarray, block: _Block, where: dict[Any, slice], scale: float) -> tuple[float, float]:

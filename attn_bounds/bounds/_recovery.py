@@ -8,7 +8,7 @@ For a number t and multipliers of the right signs, the certificate
               + nu_j (chord_j(s_j) - e_j)                              exp below its chord on [low_j, high_j]
               + kappa_j (e_j - e^{low_j}) (e^{high_j} - e_j),  and linear terms in e_j - e^{low_j}, e^{high_j} - e_j
               + e_j (rho(g_j) - g_j . w_j) + e_j (rho(h_j) - h_j . w_q)        rho the support function of the region
-              + (rho(g'_j) - g'_j . w_j) (e_j - 1 - s_j) + (rho(g''_j) - g''_j . w_j) (chord_j(s_j) - e_j)
+              + (rho(g'_j) - g'_j . w_j) (e_j - 1 - s_j) + (rho(g''_j) - g''_j . w_j) (chord_j(s_j) - e_j),  also with w_q
               + eta_j (e_j s_j - (1 + c'_j) e_j + e^{c'_j}) }          e log e above a tangent, e_j s_j = e_j log e_j
       + lam_q . (1 - w_q^2)
 
@@ -38,7 +38,7 @@ from ._centred import Centred, largest_values, support
 
 LIFTS = (1e-13, 1e-11, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3)
 NAMES = (
-    "t", "ball_k", "ball_q", "norm_k", "norm_q", "over", "under", "ratio", "exp", "exp_at", "secant", "square", "entropy", "entropy_at"
+    "t", "ball_k", "ball_q", "norm_k", "norm_q", "over_k", "under_k", "over_q", "under_q", "ratio", "exp", "exp_at", "secant", "square", "entropy", "entropy_at"
 )  # fmt: skip
 STEPS = (0.5, 0.1, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-10)
 WIDEST = 200.0  # score deviations beyond e^200 are left to other methods
@@ -129,7 +129,8 @@ def _cubic(c: Centred, y: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.
     K = c.keys
     slope = chord(c)[0]
     cost = y["entropy"] * half
-    cost[:, :K] += support(c, y["over"]) + slope[:, :K] * support(c, y["under"])
+    cost = cost + support(c, y["over_q"]) + slope * support(c, y["under_q"])
+    cost[:, :K] += support(c, y["over_k"]) + slope[:, :K] * support(c, y["under_k"])
     cost = cost * c.bend * (1 + 8 * EPS)
     from_k = (cost / y["ratio"] / 2)[:, :K, None] * c.weight_k
     share = (cost * y["ratio"] / 2)[:, :K].sum(-1) + (cost[:, -1] if c.own else 0.0)
@@ -139,12 +140,12 @@ def _cubic(c: Centred, y: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.
 def _coupling(c: Centred, y: dict[str, torch.Tensor]) -> torch.Tensor:
     """Coefficient (B, K, m) of x_j d_j."""
     K = c.keys
-    return c.p[:, :K, None] * c.u - y["norm_k"] + y["entropy"][:, :K, None] * c.alpha - y["over"] + y["under"]
+    return c.p[:, :K, None] * c.u - y["norm_k"] + y["entropy"][:, :K, None] * c.alpha - y["over_k"] + y["under_k"]
 
 
 def _tilt(c: Centred, y: dict[str, torch.Tensor]) -> torch.Tensor:
     """The vector (B, K, m) of (tilt . d)(alpha . d), from the products of a tangent or chord with the region."""
-    return y["over"] - chord(c)[0][:, : c.keys, None] * y["under"]
+    return y["over_k"] - chord(c)[0][:, : c.keys, None] * y["under_k"]
 
 
 @dataclass
@@ -158,9 +159,10 @@ class _Quadratic:
     xd: torch.Tensor  # (B, K, m)
     curve: torch.Tensor  # (B, K, m), P holds -curve . d^2 + (tilt . d)(alpha . d)
     tilt: torch.Tensor  # (B, K, m)
+    tilt_q: torch.Tensor  # (B, n, k), P holds (tilt_q . d_q)(alpha . d + beta . d_q) besides (tilt . d)(beta . d_q)
     q: torch.Tensor  # (B, k)
     xq: torch.Tensor  # (B, n, k)
-    twist: torch.Tensor  # (B, n) of d_q^T N_j d_j; besides, P holds (tilt . d)(beta . d_q)
+    twist: torch.Tensor  # (B, n) of d_q^T N_j d_j
     spent_q: torch.Tensor  # (B, k), taken from lam_q
     size: torch.Tensor  # (B,)
     size_x: torch.Tensor  # (B, n)
@@ -254,10 +256,10 @@ def _collect(c: Centred, y: dict[str, torch.Tensor]) -> _Quadratic:
     spent_k, spent_q = _cubic(c, y)
     rho = widen(support(c, y["norm_k"]) - (y["norm_k"] * c.wk).sum(-1))
     rho = rho + support(c, y["norm_q"]) - torch.einsum("bnk,bk->bn", y["norm_q"], c.wq)
-    whole_over, whole_under = support(c, y["over"]), support(c, y["under"])
-    over, under = widen(whole_over - (y["over"] * c.wk).sum(-1)), widen(whole_under - (y["under"] * c.wk).sum(-1))
+    over, whole_over = _beyond(c, y["over_k"], y["over_q"])
+    under, whole_under = _beyond(c, y["under_k"], y["under_q"])
     in_s = slope * nu - mu * touch - over + slope * under  # of the linear part of s_j
-    in_s_bilinear = slope * nu - mu * touch - widen(whole_over) + slope * widen(whole_under)
+    in_s_bilinear = slope * nu - mu * touch - whole_over + slope * whole_under
     ball_k = y["ball_k"]
     region = widen((ball_k * (1 - c.wk**2)).sum(-1)) if c.box else widen(
         ball_k[..., 0] * (1 - (c.wk**2).sum(-1)) if ball_k.shape[-1] else ball_k.sum(-1)
@@ -268,17 +270,26 @@ def _collect(c: Centred, y: dict[str, torch.Tensor]) -> _Quadratic:
     ])  # fmt: skip
     in_x = torch.stack([c.p * V, rho, mu, -nu, kappa * (xl + xu), -eta * (1 + y["entropy_at"]), over, -under])
     pu, key = c.p[:, :K, None] * c.u, (slice(None), slice(0, K), None)
-    d = pu - 2 * ball_k * c.wk + (in_s + eta)[key] * c.alpha - y["norm_k"] - start[key] * y["under"]
-    q = torch.einsum("bn,bnk->bk", in_s + eta, c.beta) - y["norm_q"].sum(1)
-    xq = eta.unsqueeze(-1) * c.beta - y["norm_q"]
+    d = pu - 2 * ball_k * c.wk + (in_s + eta)[key] * c.alpha - y["norm_k"] - start[key] * y["under_k"]
+    q = torch.einsum("bn,bnk->bk", in_s + eta, c.beta) - (y["norm_q"] + start.unsqueeze(-1) * y["under_q"]).sum(1)
+    xq = eta.unsqueeze(-1) * c.beta - y["norm_q"] - y["over_q"] + y["under_q"]
     if c.own:
         q = q + c.p[:, -1:] * c.own_u
         xq = torch.cat([xq[:, :-1], xq[:, -1:] + c.p[:, -1:, None] * c.own_u.unsqueeze(1)], 1)
     return _Quadratic(
-        const=terms.sum(0), x=in_x.sum(0), xx=kappa, d=d, xd=_coupling(c, y), curve=ball_k - spent_k, tilt=_tilt(c, y), q=q,
+        const=terms.sum(0), x=in_x.sum(0), xx=kappa, d=d, xd=_coupling(c, y), curve=ball_k - spent_k, tilt=_tilt(c, y), tilt_q=y["over_q"] - slope.unsqueeze(-1) * y["under_q"], q=q,
         xq=xq, twist=in_s_bilinear + eta * (1 + (xl + xu) / 2), spent_q=spent_q, size=terms.abs().sum((0, 2)),
         size_x=in_x.abs().sum(0) + kappa * (xu - xl),
     )  # fmt: skip
+
+
+def _beyond(c: Centred, g_k: torch.Tensor, g_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """rho(g) - g . w* and rho(g), (B, n), for both sides together."""
+    whole = support(c, g_q)
+    whole[:, : c.keys] += support(c, g_k)
+    at = torch.einsum("bnk,bk->bn", g_q, c.wq)
+    at[:, : c.keys] += (g_k * c.wk).sum(-1)
+    return whole - at, whole
 
 
 def chord(c: Centred) -> tuple[torch.Tensor, torch.Tensor]:
@@ -300,27 +311,33 @@ def _query_part(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Maximum over d_q of what is left: (B,), the magnitude of its terms, whether it is finite, and the raised lam_q."""
     K, turn = c.keys, P.twist[:, : c.keys]
-    beta = c.beta[:, :K]
+    beta, tilt_q = c.beta[:, :K], P.tilt_q[:, :K]
 
     def carry(g: torch.Tensor) -> torch.Tensor:
-        """B^T g with B = twist N^T + tilt beta^T, the keys' coupling to d_q: (B, K, m) -> (B, K, k)."""
+        """B^T g with B = twist N^T + tilt beta^T + alpha tilt_q^T, the keys' coupling to d_q: (B, K, m) -> (B, K, k)."""
         image = torch.einsum("bnhm,bnm->bnh", c.fk, g) * turn.unsqueeze(-1)
-        return image @ c.fq + (P.tilt * g).sum(-1, keepdim=True) * beta
+        return image @ c.fq + (P.tilt * g).sum(-1, keepdim=True) * beta + (c.alpha * g).sum(-1, keepdim=True) * tilt_q
 
     linear = P.q + carry(from_d).sum(1) / 2
     xq = P.xq.clone()
     xq[:, :K] += carry(from_xd) / 2
     linear = linear + ((in_x / (2 * xx)).unsqueeze(-1) * xq).sum(1)
     gram = (tilted.gram(c.fk) * (turn**2)[..., None, None]).sum(1)
-    fq = c.fq
-    from_tilt = tilted.solve(P.tilt)
-    bent = (torch.einsum("bnhm,bnm->bnh", c.fk, from_tilt) * turn.unsqueeze(-1)) @ fq  # (B, K, k)
-    mixed = bent.transpose(1, 2) @ beta
-    stretch = (beta * (P.tilt * from_tilt).sum(-1, keepdim=True)).transpose(1, 2) @ beta
-    quadratic = (fq.transpose(1, 2) @ gram @ fq + mixed + mixed.transpose(1, 2) + stretch) / 4
+    quadratic = c.fq.transpose(1, 2) @ gram @ c.fq  # B^T M^{-1} B, its parts of rank one apart
+    sides = ((P.tilt, beta), (c.alpha, tilt_q))
+    for key_side, query_side in sides:
+        solved = tilted.solve(key_side)
+        bent = (torch.einsum("bnhm,bnm->bnh", c.fk, solved) * turn.unsqueeze(-1)) @ c.fq
+        mixed = bent.transpose(1, 2) @ query_side
+        quadratic = quadratic + mixed + mixed.transpose(1, 2)
+        for other_key, other_query in sides:
+            weights = (other_key * solved).sum(-1, keepdim=True)
+            quadratic = quadratic + (other_query * weights).transpose(1, 2) @ query_side
+    straight = P.tilt_q.transpose(1, 2) @ c.beta
+    quadratic = quadratic / 4 + (straight + straight.transpose(1, 2)) / 2
     quadratic = quadratic + (xq / (4 * xx).unsqueeze(-1)).transpose(1, 2) @ xq
     if c.own:
-        product = fq.transpose(1, 2) @ c.fo
+        product = c.fq.transpose(1, 2) @ c.fo
         quadratic = quadratic + P.twist[:, -1, None, None] / 2 * (product + product.transpose(1, 2))
 
     weight, k = c.weight_q, c.wq.shape[1]

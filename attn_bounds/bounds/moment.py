@@ -23,6 +23,7 @@ def moment(
     order: Literal[2, 3] = 2,
     blocks: Literal["reduced", "full"] = "reduced",
     solver: str | None = None,
+    products: bool = True,
     pulls: tuple[float, ...] = (0.0,),
     point: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> BatchBound:
@@ -38,12 +39,12 @@ def moment(
     for pull in pulls:
         c = centre(reduced, x, y, pull)
         for one in orders:
-            best.offer(_once(c, one, blocks, name), pull)
+            best.offer(_once(c, one, blocks, name, products), pull)
     # All bounds hold, so the third order, which also tries the second, is never above it.
     return best.result(reduced, (x, y))
 
 
-def _once(c: Centred, order: int, blocks: str, solver: str) -> BatchBound:
+def _once(c: Centred, order: int, blocks: str, solver: str, products: bool) -> BatchBound:
     wide = ((c.high > WIDEST) | (c.low < -WIDEST)).any(-1)
     parts, values, status = [], [], []
     for index in range(c.size):
@@ -53,7 +54,7 @@ def _once(c: Centred, order: int, blocks: str, solver: str) -> BatchBound:
             values.append(math.nan)
             status.append(f"not tried: a score moves by more than {WIDEST:g}")
             continue
-        programme = Programme(one, c.box, c.own, order, blocks == "full")
+        programme = Programme(one, c.box, c.own, order, blocks == "full", products)
         solution = solve(programme.conic, solver)
         parts.append(multipliers(programme, solution))
         values.append(programme.nominal - programme.scale * solution.value)
