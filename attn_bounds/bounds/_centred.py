@@ -61,8 +61,11 @@ class Centred:
         return self.wk.shape[1]
 
 
-def centre(reduced: Reduced, x: torch.Tensor, y: torch.Tensor, pull: float = 0.0) -> Centred:
-    """Write `reduced` around displacements x (B, K, m), y (B, k); `pull` adds a multiple of f's gradient to `common`."""
+def centre(reduced: Reduced, x: torch.Tensor, y: torch.Tensor, pull: float = 0.0, floor: float = 1e-4) -> Centred:
+    """Write `reduced` around displacements x (B, K, m), y (B, k).
+
+    `pull` adds a multiple of f's gradient to `common`; `floor` evens out the weights of a box's ellipsoid.
+    """
     K, box = reduced.n - reduced.own, reduced.kind == "box"
     radius_k = reduced.key_radius if box else reduced.key_radius.unsqueeze(-1).expand(-1, -1, reduced.u.shape[1])
     k = reduced.b.shape[2]
@@ -99,15 +102,15 @@ def centre(reduced: Reduced, x: torch.Tensor, y: torch.Tensor, pull: float = 0.0
     beta = beta - common.unsqueeze(1)
 
     slope_k = pv[:, :K, None] * alpha + p[:, :K, None] * u
-    weight_k = _profile(slope_k, wk) if box else torch.ones_like(wk)
-    weight_q = _profile(slope_q, wq) if box else torch.ones_like(wq)
+    weight_k = _profile(slope_k, floor) if box else torch.ones_like(wk)
+    weight_q = _profile(slope_q, floor) if box else torch.ones_like(wq)
     bend = _bend(reduced, fq, fk, fo, weight_k, weight_q, radius_k, radius_q)
     low, high = _range(reduced, a, b - common.unsqueeze(1), wk, wq, alpha, beta, fq, fk, fo, radius_q, bend)
     start = _value_at_centre(reduced)
-    floor = 1e-9 * (v.abs().amax(-1) + 1e-300)
+    least = 1e-9 * (v.abs().amax(-1) + 1e-300)
     return Centred(
         box, reduced.own, p, v, f, alpha, beta, u, own_u, fq, fk, fo, wk, wq, low, high, weight_k, weight_q, bend,
-        torch.maximum(f - start, floor),
+        torch.maximum(f - start, least),
     )
 
 
@@ -131,10 +134,10 @@ def _value_at_centre(reduced: Reduced) -> torch.Tensor:
     return (torch.softmax(reduced.s0, -1) * reduced.v0).sum(-1)
 
 
-def _profile(slope: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def _profile(slope: torch.Tensor, floor: float) -> torch.Tensor:
     """Weights with sum 1 of an ellipsoid through the box's corners, in proportion to the multipliers the point suggests."""
     size = slope.abs()
-    size = size + 0.03 * size.mean(-1, keepdim=True) + 1e-300
+    size = size + floor * size.mean(-1, keepdim=True) + 1e-300
     return size / size.sum(-1, keepdim=True)
 
 

@@ -36,7 +36,8 @@ import torch
 from ..reduced import EPS
 from ._centred import Centred, largest_values, support
 
-LIFTS = (1e-13, 1e-11, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3)
+LIFTS = (1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
+GOLDEN = (3 - 5**0.5) / 2
 NAMES = (
     "t", "ball_k", "ball_q", "norm_k", "norm_q", "over_k", "under_k", "over_q", "under_q", "ratio", "exp", "exp_at", "secant", "square", "entropy", "entropy_at"
 )  # fmt: skip
@@ -119,7 +120,7 @@ def project(c: Centred, given: dict[str, torch.Tensor], lift: float) -> dict[str
     coupling = _coupling(c, y)
     tilt = _Tilted(curve, _tilt(c, y), c.alpha)
     need[:, :K] = (coupling * tilt.solve(coupling)).sum(-1) / 4
-    y["square"] = torch.maximum(y["square"], need * (1 + 1e-8) + floor)
+    y["square"] = torch.maximum(y["square"], need * (1 + 1e-8 + lift) + floor)
     return y
 
 
@@ -228,7 +229,7 @@ def evaluate(c: Centred, y: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torc
         top, size_q, good, kept["ball_q"] = _query_part(c, y, P, tilted, from_d, from_xd, in_x, xx)
         total, size, bad = total + top, size + size_q, bad | ~good
     error = 512 * EPS * size
-    eps = total + error
+    kept["eps"] = eps = total + error
     Zmin = torch.exp(torch.maximum((c.p * c.low).sum(-1), torch.logsumexp(torch.log(c.p) + c.low, -1))) * (1 - 1e-13)
     Zmax = (c.p * torch.exp(c.high)).sum(-1) * (1 + 1e-13)
     Z = torch.where(eps > 0, Zmin, Zmax)
@@ -281,6 +282,36 @@ def _collect(c: Centred, y: dict[str, torch.Tensor]) -> _Quadratic:
         xq=xq, twist=in_s_bilinear + eta * (1 + (xl + xu) / 2), spent_q=spent_q, size=terms.abs().sum((0, 2)),
         size_x=in_x.abs().sum(0) + kappa * (xu - xl),
     )  # fmt: skip
+
+
+def _raise(
+    held: torch.Tensor, linear: torch.Tensor, at: torch.Tensor, least: torch.Tensor, step: torch.Tensor
+) -> torch.Tensor:
+    """What to add to the query's multiplier: the best that leaves its quadratic positive definite by `step`.
+
+    Adding delta (1 - |w_q|^2) turns held into held + delta and linear into linear - 2 delta at: one convex function of
+    delta, cheap in held's eigenvectors. held (B, k, k), linear and at (B, k), least and step (B,).
+    """
+    values, vectors = torch.linalg.eigh(held)
+    a, b = (torch.einsum("bkl,bk->bl", vectors, x).unsqueeze(1) for x in (linear, at))
+    low = torch.maximum(step - values[:, 0], -least).unsqueeze(-1)  # (B, 1)
+    rest = 1 - (b**2).sum(-1)
+
+    def total(delta: torch.Tensor) -> torch.Tensor:
+        kept = (values.unsqueeze(1) + delta.unsqueeze(-1)).clamp_min(1e-300)
+        return torch.nan_to_num(delta * rest + ((a - 2 * delta.unsqueeze(-1) * b) ** 2 / (4 * kept)).sum(-1), nan=torch.inf)
+
+    grid = torch.cat([torch.zeros(1, dtype=held.dtype), torch.logspace(-13, 1, 43, dtype=held.dtype)]).to(held.device)
+    grid = low + values.abs().amax(-1, keepdim=True) * grid
+    place = total(grid).argmin(-1, keepdim=True)
+    left, right = (grid.gather(-1, (place + side).clamp(0, grid.shape[1] - 1)) for side in (-1, 1))
+    for _ in range(50):  # golden section
+        inner = left + (right - left) * GOLDEN, right - (right - left) * GOLDEN
+        less = total(inner[0]) <= total(inner[1])
+        left, right = torch.where(less, left, inner[0]), torch.where(less, inner[1], right)
+    tried = torch.cat([(left + right) / 2, torch.zeros_like(low), low], -1)
+    tried = torch.where(tried >= low, tried, low)
+    return tried.gather(-1, total(tried).argmin(-1, keepdim=True)).squeeze(-1)
 
 
 def _beyond(c: Centred, g_k: torch.Tensor, g_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -341,16 +372,17 @@ def _query_part(
         quadratic = quadratic + P.twist[:, -1, None, None] / 2 * (product + product.transpose(1, 2))
 
     weight, k = c.weight_q, c.wq.shape[1]
-    lam = y["ball_q"] if c.box else y["ball_q"].amax(-1, keepdim=True).expand_as(y["ball_q"])
-    step = y["lift"] * c.movement
+    lam = y["ball_q"]
     root = weight.sqrt()
-    outer = root.unsqueeze(-1) * root.unsqueeze(-2)
     held = torch.diag_embed(lam - P.spent_q) - quadratic
-    finite = torch.isfinite(held).all(-1).all(-1)
+    outer = root.unsqueeze(-1) * root.unsqueeze(-2)
+    finite = torch.isfinite(held).all(-1).all(-1) & torch.isfinite(linear).all(-1)
     held = torch.where(finite[:, None, None], held, torch.diag_embed(weight))
     safety = 64 * k * EPS * (torch.linalg.matrix_norm(held / outer) + torch.linalg.matrix_norm(quadratic / outer))
     safety = torch.where(finite, safety, torch.zeros_like(safety))
-    raised = (step + safety - torch.linalg.eigvalsh(held / outer)[:, 0]).clamp_min(0.0)
+    linear = torch.where(finite.unsqueeze(-1), linear, torch.zeros_like(linear))
+    step = 1e-13 * c.movement + safety
+    raised = _raise(held / outer, (linear - 2 * lam * c.wq) / root, root * c.wq, (lam / weight).amin(-1), step)
     lam = lam + raised.unsqueeze(-1) * weight
     linear = linear - 2 * lam * c.wq
     region = (lam * (1 - c.wq**2)).sum(-1) if c.box else lam[:, 0] * (1 - (c.wq**2).sum(-1))
@@ -360,6 +392,6 @@ def _query_part(
     z = torch.cholesky_solve(linear.unsqueeze(-1) / 2, factor).squeeze(-1)
     image = (held @ z.unsqueeze(-1)).squeeze(-1)
     left = linear / 2 - image
-    top = ((linear - image) * z).sum(-1) + (left**2 / weight).sum(-1) / step.clamp_min(1e-300)
+    top = ((linear - image) * z).sum(-1) + (left**2 / weight).sum(-1) / (step / 2).clamp_min(1e-300)
     size = region.abs() + ((linear.abs() + (P.q.abs() + 2 * lam * c.wq.abs())) * z.abs()).sum(-1)
     return region + top, size, finite & (info == 0), lam

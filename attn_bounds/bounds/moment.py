@@ -17,6 +17,8 @@ from ._cones import Programme, multipliers, nothing
 from ._recovery import WIDEST, recover
 from .result import BatchBound
 
+FLOORS = (1e-4, 0.1)  # a box's ellipsoid follows the gradient at the point closely, and loosely
+
 
 def moment(
     reduced: Reduced,
@@ -27,19 +29,50 @@ def moment(
     pulls: tuple[float, ...] = (0.0,),
     point: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> BatchBound:
-    """Bound f from above by a level-1 moment relaxation of the weights tau e_j, proved through its dual."""
+    """Bound f from above by a level-1 moment relaxation of the attention weights, proved through its dual.
+
+    With e_j the exponential of a score's deviation and tau = 1 / sum_j p_j e_j, the unknowns are the moments L[.] =
+    tau E[.] of the query's displacement w_q, a key's w_j and e_j; one positive semidefinite block per key over
+    (1, w_q, w_j, e_j), so the cost is linear in the number of keys:
+
+        maximise  sum_j p_j L[e_j value_j]   subject to   sum_j p_j L[e_j] = 1,   L|w|^2 <= tau,
+        tau exp(L[s_j] / tau) <= L[e_j] <= L[chord(s_j)],   L[e_j^2] <= (e^low + e^high) L[e_j] - e^(low + high) tau,
+        |L[e_j w]| <= L[e_j],
+        products    |L[(e_j - 1 - s_j) w]| <= L[e_j - 1 - s_j],   |L[(chord(s_j) - e_j) w]| <= L[chord(s_j) - e_j],
+        order 3     L[e_j] log(L[e_j] / tau) <= L[e_j s_j]        (e s = e log e)
+
+    Everything is written around the best point found. The bilinear score of a moving query leaves third moments in the last
+    two lines; what a block cannot hold is bounded by the masses |w_q - w_q*|^2 and |w_j - w_j*|^2, which vanish at that
+    point. A box is held by the ellipsoid sum_i weight_i w_i^2 <= 1 through its corners, weights in proportion to the
+    gradient at the point, two of them tried (blocks="full": entry by entry). What bounds the relaxation's gap: `slack.gap_bound`.
+
+    `upper` is not what the solver says but the value of its dual, made feasible: see `_recovery`. Order 3 also tries order
+    2 and keeps the lesser bound, so it is never above it.
+
+    Args:
+        blocks: "reduced" keeps the span of {w_j*, alpha_j, u_j} and {w_q*, beta_j} in each block; "full" keeps all
+            coordinates (small dimensions only: it grows with their fourth power).
+        solver: "clarabel", "mosek", "scs"; None is MOSEK where its licence checks out, else Clarabel.
+        products: include the products of exp's tangent and chord with the region.
+        pulls: weightings of the common function that is taken off all scores (softmax at the point plus a multiple of f's
+            gradient in the query); all are sound, the best is kept. Only a moving query is affected.
+        point: displacements x (B, K, m), y (B, k) to centre at; None lets `search.ascend` find them.
+    Returns: bounds (B,); witness: the multipliers, `solver_value` and `status`. Infinite, with a reason, where a solve
+        failed or a score moves by more than 200.
+    Raises: ArgumentError.
+    """
     if order not in (2, 3):
         raise ArgumentError(f"order: expected 2 or 3, got {order!r}")
     if blocks not in ("reduced", "full"):
         raise ArgumentError(f"blocks: expected 'reduced' or 'full', got {blocks!r}")
     name = resolve(solver)
     x, y = ascend(reduced)[:2] if point is None else point
-    orders = (2, 3) if order == 3 else (2,)
     best = _Least()
     for pull in pulls:
-        c = centre(reduced, x, y, pull)
-        for one in orders:
-            best.offer(_once(c, one, blocks, name, products), pull)
+        for floor in FLOORS if reduced.kind == "box" else FLOORS[:1]:
+            c = centre(reduced, x, y, pull, floor)
+            for one in (2, 3) if order == 3 else (2,):
+                best.offer(_once(c, one, blocks, name, products), pull, floor)
     # All bounds hold, so the third order, which also tries the second, is never above it.
     return best.result(reduced, (x, y))
 
@@ -71,8 +104,9 @@ class _Least:
     def __init__(self) -> None:
         self.best: BatchBound | None = None
 
-    def offer(self, bound: BatchBound, pull: float) -> None:
-        witness = {**bound.witness, "pull": torch.full_like(bound.upper, pull)}
+    def offer(self, bound: BatchBound, pull: float, floor: float) -> None:
+        where = {"pull": torch.full_like(bound.upper, pull), "floor": torch.full_like(bound.upper, floor)}
+        witness = {**bound.witness, **where}
         if self.best is None:
             self.best = BatchBound(bound.upper, bound.inflation, witness)
             return

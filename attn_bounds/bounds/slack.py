@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, MethodNotApplicableError
 from ..problem import HeadProblem
 from ..reduced import Reduced, reduce
 from ..search import ascend
@@ -34,44 +34,61 @@ def secant_slack(problem: HeadProblem, t: float | None = None) -> float:
 
 
 def gap_bound(
-    reduced: Reduced, point: tuple[torch.Tensor, torch.Tensor] | None = None, t: torch.Tensor | None = None
+    reduced: Reduced,
+    point: tuple[torch.Tensor, torch.Tensor] | None = None,
+    t: torch.Tensor | None = None,
+    blocks: Literal["reduced", "full"] = "reduced",
 ) -> dict[str, torch.Tensor]:
-    """Bound, without solving anything, how far the second-order relaxation lies above max f: parts of shape (B,).
+    """Bound, without solving anything, how far the moment relaxations lie above t = max f: parts of shape (B,).
 
-    Let L be pseudo-moments that are feasible for the relaxation, tau = L[1], bars its means (w = L[w] / tau, e_j =
-    L[e_j] / tau), cov its covariances, t = max f. The means lie in the region. Since sum_j p_j L[e_j] = 1,
+        value of the relaxation - t <= secant + coupling + bilinear
 
-        objective - t = sum_j p_j L[e_j (value_j - t)] = tau sum_j p_j { e_j (value_j(w) - t) + cov(e_j, u_j . w_j) }
+    Proof. Let L be feasible pseudo-moments, tau = L[1], w their means L[w] / tau (which lie in the region), e_j and cov
+    means and covariances likewise. Since sum_j p_j L[e_j] = 1, the objective less t is
 
-    Split e_j = exp(s_j(w)) + eps_j. The first part of the sum is Phi_t(w) <= 0 for t = max f. Then
+        sum_j p_j L[e_j (value_j - t)] = tau sum_j p_j { e_j (value_j(w) - t) + cov(e_j, u_j . w_j) }.
 
-      secant     0 <= eps_j <= E_j where L[s_j] = tau s_j(w) (exp cone and chord): tau sum_j p_j eps_j (vmax_j - t), with
-                 tau (Zmin + sum_j p_j eps_j) <= sum_j p_j L[e_j] = 1: at most `secant_slack(t)`
-      coupling   cov(e_j, u_j . w_j) <= sd(e_j) sd(u_j . w_j) (the block is positive semidefinite); the square's chord gives
-                 sd(e_j) <= D_j = (e^{high_j} - e^{low_j}) / 2, the region gives sd(u_j . w_j) <= |u_j|:
-                 at most sum_j p_j D_j |u_j| / Zmin
-      bilinear   query moving only: L[s_j] = tau (s_j(w) + delta_j), |delta_j| = |<N_j, cov(w_q, w_j)>| <= bend_j (the own key:
-                 bend_j too), which multiplies each weight by e^{delta_j}: sum_j p_j e^{high_j} (e^{bend_j} - 1) times
-                 max |vmax_j - t|, |vmin_j - t|, over Zmin
+    Query fixed: L[s_j] = tau s_j(w), so exp cone and chord give e_j = exp(s_j(w)) + eps_j with 0 <= eps_j <= E_j, the
+    largest distance of exp from its chord. sum_j p_j exp(s_j(w)) (value_j(w) - t) <= 0 by the choice of t. What is left:
 
-    The third order only adds constraints, so the sum bounds its gap too; there the entropy constraint L[e s] >= e log e adds
-    exp(s_j) log-excess: e_j log(e_j / exp(s_j)) <= cov(e_j, s_j) <= D_j |alpha_j| sqrt(1 - |w_j|^2), so that a gain of second
-    order needs a mean inside its ball, which costs first order: that is why its gap is of third order.
-    The recovered bound exceeds the relaxation's value by what rounding and the solver's accuracy cost.
+      secant    tau sum_j p_j eps_j (vmax_j - t), where tau (Zmin + sum_j p_j eps_j) <= sum_j p_j L[e_j] = 1: `secant_slack`
+      coupling  cov(e_j, u_j . w_j) <= sd(e_j) sd(u_j . w_j), as the block is positive semidefinite; the chord of the square
+                gives sd(e_j) <= D_j = (e^{high_j} - e^{low_j}) / 2, the region sd(u_j . w_j) <= |u_j| sqrt(1 - |w_j|^2):
+                at most sum_j p_j D_j |u_j| / Zmin
+      bilinear  query moving: L[s_j] = tau (s_j(w) + delta_j). |delta_j| <= bend_j for full blocks (a covariance of vectors in
+                unit balls), <= 12 bend_j for reduced ones (head, tail and cross parts, and the mean's own, at |d| <= 2). It
+                multiplies e_j by e^{delta_j}: at most sum_j p_j e^{high_j} (e^{delta_j} - 1) max |value_j - t| / Zmin
+
+    With the products of exp's tangent and chord with the region (the default of `moment`) the coupling is smaller: with
+    T = 1 + s, |L[(e - T) w]| <= L[e - T] gives L[e (value - t)] <= L[T (value - t)] + L[e - T] (vmax - t), that is,
+
+        coupling  sum_j p_j { cov(s_j, u_j . w_j) + (e^{s_j} - 1 - s_j) (vmax_j - value_j(w)) } tau,
+
+    and cov(s_j, u_j . w_j) <= |alpha_j| |u_j| (1 - |w_j|^2). This vanishes at the maximiser and has to be paid for in
+    Phi_t(w), to first order, by a mean inside its ball or away from w*: where the radii are small the secant part alone is
+    left. The entropy constraint of the third order, e_j log(e_j / exp(s_j)) <= cov(e_j, s_j) <= D_j |alpha_j|
+    sqrt(1 - |w_j|^2), makes eps_j pay in the same way: without products its gap is of third order, with them it vanishes to
+    the solver's accuracy where the radii are small (measured, not proved). Either only adds constraints, so the sum above
+    bounds the gap at both orders. A recovered bound lies above the relaxation's value by what the solver's accuracy costs.
+
+    Args: t, (B,) the maxima, None for the best values found. blocks as in `moment`.
+    Raises: MethodNotApplicableError for boxes with reduced blocks, whose means lie in an ellipsoid around the box only.
     """
+    if reduced.kind == "box" and blocks == "reduced":
+        raise MethodNotApplicableError("blocks: the bound of the gap holds for balls, for boxes only with blocks='full'")
     x, y = ascend(reduced)[:2] if point is None else point
     c = centre(reduced, x, y)
     at = c.f if t is None else t
-    K = c.keys
     Zmin = _least_mass(c)
     reach = torch.zeros_like(c.p)
-    reach[:, :K] = support(c, c.u)
+    reach[:, : c.keys] = support(c, c.u)
     reach[:, -1] += support(c, c.own_u)
     half = (torch.expm1(c.high) - torch.expm1(c.low)) / 2
     coupling = (c.p * half * reach).sum(-1) / Zmin
     top = largest_values(c)
     furthest = torch.maximum(top - at.unsqueeze(-1), at.unsqueeze(-1) - (top - 2 * reach)).clamp_min(0.0)
-    bilinear = (c.p * torch.exp(c.high) * torch.expm1(c.bend) * furthest).sum(-1) / Zmin
+    delta = c.bend * (1.0 if blocks == "full" else 12.0)
+    bilinear = (c.p * torch.exp(c.high) * torch.expm1(delta) * furthest).sum(-1) / Zmin
     secant = _secant(c, at)
     return {"secant": secant, "coupling": coupling, "bilinear": bilinear, "total": secant + coupling + bilinear}
 
