@@ -1,9 +1,10 @@
 """Conic solvers by name: one standard form in, a primal and a dual point out. What they say is never taken as a proof.
 
-    minimise  q . x   subject to   A x + s = b,   s in K1 x K2 x ...          dual:  z in K1* x K2* x ...,  A^T z + q = 0
+    minimise  q . x   subject to   A x + s = b,   s in K1 x K2 x ...        dual:  z in K1* x K2* x ...,  A^T z + q = 0
 
-Cones, in the order their rows come: "zero", "nonneg", "soc" (first entry the largest), "exp" ((x, y, z): y e^(x/y) <= z)
-and "psd" (upper triangle by columns, off-diagonal entries times sqrt 2; the dimension given is the matrix's).
+Cones, in the order their rows come: "zero", "nonneg", "soc" (first entry the largest), "exp" ((x, y, z) with
+y e^(x/y) <= z) and "psd" (upper triangle by columns, off-diagonal entries times sqrt 2; the dimension given is the
+matrix's).
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _mosek_failure() -> str | None:
 
 def solve(conic: Conic, solver: str | None = None, tolerance: float = 1e-9, max_iter: int = 200) -> Solution:
     """Solve one programme; a failure inside the solver comes back as a status with NaN points, not as an exception."""
-    name = resolve(solver)
+    name = solver if solver in ("clarabel", "scs") else resolve(solver)
     start = time.perf_counter()
     if name == "clarabel":
         x, z, value, status = _clarabel(conic, tolerance, max_iter)
@@ -127,9 +128,7 @@ def _clarabel(conic: Conic, tolerance: float, max_iter: int) -> tuple[np.ndarray
     settings.tol_gap_abs = settings.tol_gap_rel = settings.tol_feas = tolerance
     settings.chordal_decomposition_enable = False
     size = conic.q.size
-    solution = clarabel.DefaultSolver(
-        sp.csc_matrix((size, size)), conic.q, conic.A, conic.b, cones, settings
-    ).solve()
+    solution = clarabel.DefaultSolver(sp.csc_matrix((size, size)), conic.q, conic.A, conic.b, cones, settings).solve()
     return np.array(solution.x), np.array(solution.z), float(solution.obj_val), str(solution.status)
 
 
@@ -168,12 +167,12 @@ def _scs_layout(cones: tuple[Cone, ...]) -> tuple[np.ndarray, dict[str, Any]]:
         "s": [dim for kind, dim in cones if kind == "psd"],
         "ep": len(groups["exp"]),
     }
-    rows = [r for kind in ("zero", "nonneg", "soc", "psd", "exp") for r in groups[kind]]
-    return np.concatenate(rows), cone
+    return np.concatenate([r for kind in ("zero", "nonneg", "soc", "psd", "exp") for r in groups[kind]]), cone
 
 
 def through_cvxpy(conic: Conic, solver: str) -> tuple[np.ndarray, np.ndarray, float, str]:
-    """Solve through cvxpy by a solver's cvxpy name (the way to MOSEK); dual signs and orders as in the standard form."""
+    """Solve through cvxpy by a solver's cvxpy name (the way to MOSEK); dual signs and orders as in the standard
+    form."""
     import cvxpy as cp
 
     x = cp.Variable(conic.q.size)

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from moment_cases import batch, small_problem
 
 from attn_bounds.bounds import moment as module
 from attn_bounds.bounds._centred import Centred, centre
@@ -17,23 +18,9 @@ from attn_bounds.exact import exact
 from attn_bounds.head import AttentionHead
 from attn_bounds.problem import HeadProblem
 from attn_bounds.reduced import Reduced, reduce
-from attn_bounds.regions import TokenBall, TokenBox
 from attn_bounds.search import ascend
 from attn_bounds.solvers import Solution
 from comparisons.violations import random_batches
-
-
-def small_problem(seed: int, radius: float, box: bool = False, n: int = 4, d: int = 6, **more: object) -> HeadProblem:
-    rng = np.random.default_rng(seed)
-    W = rng.standard_normal((3, 2, d)) / np.sqrt(d)
-    tokens = rng.standard_normal((n, d))
-    region = TokenBox(tokens - radius, tokens + radius) if box else TokenBall(radius)
-    head = AttentionHead(2 * W[0], W[1], W[2], b_Q=rng.standard_normal(2))
-    return HeadProblem(head, tokens, more.pop("query", 1), rng.standard_normal(2), region, **more)
-
-
-def batch(radius: float, count: int = 6, box: bool = False, **more: object) -> Reduced:
-    return reduce([small_problem(seed, radius, box, **more) for seed in range(count)])
 
 
 def relative_gap(reduced: Reduced, **options: object) -> torch.Tensor:
@@ -51,7 +38,9 @@ def check_sound(seed: int, count: int) -> None:
         for bound in (second, third):
             assert not torch.isnan(bound.upper).any(), name
             assert not (bound.upper < attained).any(), name
-            assert all((why is None) == math.isfinite(u) for why, u in zip(bound.reason, bound.upper.tolist(), strict=True))
+            assert all(
+                (why is None) == math.isfinite(u) for why, u in zip(bound.reason, bound.upper.tolist(), strict=True)
+            )
         assert (third.upper <= second.upper).all(), name
         bounded += int(torch.isfinite(third.upper).sum())
     assert bounded > 0.6 * count  # an infinite bound is sound too: see that the test tests something
@@ -76,17 +65,21 @@ def multipliers(c: Centred, seed: int) -> dict[str, torch.Tensor]:
         "over_q": (n, k), "under_q": (n, k), "ratio": (n,), "exp": (n,), "exp_at": (n,), "secant": (n,), "square": (n,),
         "entropy": (n,), "entropy_at": (n,),
     }  # fmt: skip
-    given = {
-        name: torch.randn(c.size, *shape, generator=draw, dtype=torch.float64) for name, shape in shapes.items()
-    }
-    for name, floor in (("ball_k", 60.0), ("ball_q", 200.0), ("square", 600.0)):  # so that nothing has to be raised much
+    given = {name: torch.randn(c.size, *shape, generator=draw, dtype=torch.float64) for name, shape in shapes.items()}
+    for name, floor in (
+        ("ball_k", 60.0),
+        ("ball_q", 200.0),
+        ("square", 600.0),
+    ):  # so that nothing has to be raised much
         given[name] = given[name].abs() + floor
     given["ratio"] = given["ratio"].abs() + 0.1
     given["t"] = c.f + 0.1 * torch.rand(c.size, generator=draw, dtype=torch.float64)
     return given
 
 
-def certificate(c: Centred, y: dict[str, torch.Tensor], dq: torch.Tensor, d: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def certificate(
+    c: Centred, y: dict[str, torch.Tensor], dq: torch.Tensor, d: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
     """P of `_recovery` for problem 0, term by term as its docstring has it, at any real d_q (k,), d (K, m), x (n,)."""
     K, total = c.keys, torch.zeros((), dtype=torch.float64)
     wq = c.wq[0] + dq
@@ -139,7 +132,7 @@ def test_recovery_is_the_maximum_of_the_certificate(box: bool, moves: bool, quer
     for seed in range(3):
         outside = rng.standard_normal(4) if query is None else query
         region = {} if not (box and query is None and moves) else {"box": False}
-        problem = small_problem(seed, 0.3, **{"box": box, **region}, n=3, d=4, query=outside, query_moves=moves)
+        problem = small_problem(seed, 0.1, **{"box": box, **region}, n=3, d=4, query=outside, query_moves=moves)
         c = centre(reduce([problem]), *ascend(reduce([problem]), starts=2)[:2], floor=1.0)
         upper, _, y = evaluate(c, project(c, multipliers(c, seed), 1e-4))
         shapes = [c.wq.shape[1:], c.wk.shape[1:], c.p.shape[1:]]
@@ -178,7 +171,7 @@ def test_recovery_is_the_maximum_of_the_certificate(box: bool, moves: bool, quer
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("order", [2, 3])
 def test_corrupted_duals_still_give_valid_bounds(monkeypatch: pytest.MonkeyPatch, order: int, moves: bool) -> None:
-    reduced = batch(0.05, query_moves=moves)
+    reduced = batch(0.05, count=2, query_moves=moves)
     x, y, f = ascend(reduced)
     clean = moment(reduced, order, point=(x, y))
     solve = module.solve
@@ -189,8 +182,8 @@ def test_corrupted_duals_still_give_valid_bounds(monkeypatch: pytest.MonkeyPatch
             found = solve(*arguments)
             z = found.z
             z = {
-                "noise": z + 0.1 * np.abs(z).max() * rng.standard_normal(z.size), "flip": -z, "zero": 0 * z, "huge": 1e6 * z,
-                "shuffle": rng.permutation(z), "shift": z + 1e-3,
+                "noise": z + 0.1 * np.abs(z).max() * rng.standard_normal(z.size), "flip": -z, "zero": 0 * z, "huge":
+                1e6 * z, "shuffle": rng.permutation(z), "shift": z + 1e-3,
             }[kind]  # fmt: skip
             return Solution(found.x, z, -1e9, found.status, found.solver, found.seconds)
 
@@ -205,7 +198,9 @@ def test_a_failed_solve_is_no_bound_and_says_why(monkeypatch: pytest.MonkeyPatch
     reduced = batch(0.05, count=2)
 
     def fail(conic: object, solver: object) -> Solution:
-        return Solution(np.full(conic.q.size, np.nan), np.full(conic.b.size, np.nan), np.nan, "NumericalError", "none", 0.0)
+        return Solution(
+            np.full(conic.q.size, np.nan), np.full(conic.b.size, np.nan), np.nan, "NumericalError", "none", 0.0
+        )
 
     monkeypatch.setattr(module, "solve", fail)
     bound = moment(reduced, 2)
@@ -221,8 +216,8 @@ def test_too_wide_scores_are_no_bound_and_say_why() -> None:
 @pytest.mark.parametrize("moves", [False, True])
 def test_gap_orders_without_products(moves: bool) -> None:
     """Gaps relative to the movement: first order in the radius for order 2, second for order 3."""
-    gaps = {order: [relative_gap(batch(r, query_moves=moves), order=order, products=False).median() for r in (0.004, 0.04)]
-            for order in (2, 3)}  # fmt: skip
+    batches = [batch(radius, query_moves=moves) for radius in (0.004, 0.04)]
+    gaps = {o: [relative_gap(one, order=o, products=False).median() for one in batches] for o in (2, 3)}
     slopes = {order: math.log10(two / one) for order, (one, two) in gaps.items()}
     assert slopes[2] > 0.8 and slopes[3] > 1.7, (gaps, slopes)
 
@@ -238,7 +233,7 @@ def test_order_3_is_exact_at_small_radii(moves: bool, box: bool) -> None:
 @pytest.mark.parametrize("box", [False, True])
 def test_full_blocks_are_the_reference_of_reduced_ones(moves: bool, box: bool) -> None:
     for products in (False, True):
-        reduced = batch(0.1, count=4, box=box, query_moves=moves)
+        reduced = batch(0.1, count=2, box=box, query_moves=moves)
         few, all_ = (relative_gap(reduced, order=2, blocks=b, products=products) for b in ("reduced", "full"))
         assert (few >= all_ - 2e-3).all(), (few, all_)  # up to what an inaccurate dual costs
 
@@ -256,13 +251,11 @@ def test_invariances(order: int) -> None:
     head = problem.head
     base = float(moment(reduce([problem]), order).upper[0])
     swap = [0, 1, 3, 2]
+    biased = AttentionHead(head.W_Q, head.W_K, head.W_V, b_Q=head.b_Q, b_K=[3.0, -1.0])
     same = {
         "permuted keys": HeadProblem(head, problem.tokens[swap], 1, problem.readout, problem.region),
-        "key bias": HeadProblem(
-            AttentionHead(head.W_Q, head.W_K, head.W_V, b_Q=head.b_Q, b_K=[3.0, -1.0]), problem.tokens, 1, problem.readout,
-            problem.region,
-        ),
-    }  # fmt: skip
+        "key bias": HeadProblem(biased, problem.tokens, 1, problem.readout, problem.region),
+    }
     for name, other in same.items():
         assert float(moment(reduce([other]), order).upper[0]) == pytest.approx(base, abs=1e-6), name
     double = HeadProblem(head, problem.tokens, 1, 2 * problem.readout, problem.region)

@@ -5,8 +5,8 @@ With w_j the key's and w_q the query's displacement in units of their radii (uni
     score - score* - common = alpha_j . d_j + beta_j . d_q + (Fq d_q) . (Fk_j d_j)  in [low_j, high_j]
     value = v_j + u_j . d_j,      p = softmax(score*),      f(w) - t = sum_j p_j e_j (value_j - t) / sum_j p_j e_j
 
-with e_j the exponential of the first line. `common` is linear in d_q and the same for all keys (softmax does not see it).
-The own key depends on d_q alone: alpha and u of its own are absent, its quadratic is (Fq d_q) . (Fo d_q).
+with e_j the exponential of the first line. `common` is linear in d_q and the same for all keys (softmax does not see
+it). The own key depends on d_q alone: alpha and u of its own are absent, its quadratic is (Fq d_q) . (Fo d_q).
 """
 
 from __future__ import annotations
@@ -109,7 +109,25 @@ def centre(reduced: Reduced, x: torch.Tensor, y: torch.Tensor, pull: float = 0.0
     start = _value_at_centre(reduced)
     least = 1e-9 * (v.abs().amax(-1) + 1e-300)
     return Centred(
-        box, reduced.own, p, v, f, alpha, beta, u, own_u, fq, fk, fo, wk, wq, low, high, weight_k, weight_q, bend,
+        box,
+        reduced.own,
+        p,
+        v,
+        f,
+        alpha,
+        beta,
+        u,
+        own_u,
+        fq,
+        fk,
+        fo,
+        wk,
+        wq,
+        low,
+        high,
+        weight_k,
+        weight_q,
+        bend,
         torch.maximum(f - start, least),
     )
 
@@ -135,7 +153,8 @@ def _value_at_centre(reduced: Reduced) -> torch.Tensor:
 
 
 def _profile(slope: torch.Tensor, floor: float) -> torch.Tensor:
-    """Weights with sum 1 of an ellipsoid through the box's corners, in proportion to the multipliers the point suggests."""
+    """Weights with sum 1 of an ellipsoid through the box's corners, in proportion to the multipliers the point
+    suggests."""
     size = slope.abs()
     size = size + floor * size.mean(-1, keepdim=True) + 1e-300
     return size / size.sum(-1, keepdim=True)

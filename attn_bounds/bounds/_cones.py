@@ -1,10 +1,11 @@
 """Conic data of the moment relaxation of one centred problem, and its dual read back as certificate multipliers.
 
-Unknowns are pseudo-moments L[.] = tau E[.] of the query's d_q, the keys' d_j and x_j = (e_j - 1) / width_j: tau, L[d_q],
-the mass L|d_q|^2, and per key L[x], L[d], the mass L|d|^2 and one positive semidefinite block over (1, query head, key
-head, x). Reduced blocks hold the spans of {w_j*, alpha_j, u_j} and of {w_q*, beta_j}; what the bilinear score has outside
-them is a free number bounded by the tail masses (rotated second-order cones). Full blocks hold all coordinates and share
-the query's second moments. Whether a bound is sound does not rest on this module: see `_recovery`.
+Unknowns are pseudo-moments L[.] = tau E[.] of the query's d_q, the keys' d_j and x_j = (e_j - 1) / width_j: tau,
+L[d_q], the mass L|d_q|^2, and per key L[x], L[d], the mass L|d|^2 and one positive semidefinite block over (1, query
+head, key head, x). Reduced blocks hold the spans of {w_j*, alpha_j, u_j} and of {w_q*, beta_j}; what the bilinear
+score has outside them is a free number bounded by the tail masses (rotated second-order cones). Full blocks hold all
+coordinates and share the query's second moments. Whether a bound is sound does not rest on this module, only how
+tight it is: see `_recovery`.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ class _Block:
     second: dict[tuple[int, int], Row]  # over query head, key head and x, in this order
     x1: Row = field(default_factory=dict)
     bulge: Row = field(default_factory=dict)  # L[e - 1 - s] / width^2
-    bulge_w: list[Row] = field(default_factory=list)  # L[(e - 1 - linear part of s) d] / width^2, query head then key head
+    bulge_w: list[Row] = field(
+        default_factory=list
+    )  # L[(e - 1 - linear part of s) d] / width^2, query head then key head
     with_s: list[Row] = field(default_factory=list)  # L[linear part of s times d]
     score: Row = field(default_factory=dict)
     bilinear: Row = field(default_factory=dict)
@@ -233,13 +236,9 @@ class Programme:
         a_head = block.head_k.T @ (self.c["alpha"][block.j] / block.root) if block.moving else np.zeros(0)
         b_head = block.head_q.T @ self.beta[block.j]
         mk, kq = len(a_head), block.kq
-        block.with_s = [
-            total((dot(a_head, [block.qd(b, a) for a in range(mk)]), 1.0), (dot(b_head, [block.qq(a, b) for a in range(kq)]), 1.0))
-            for b in range(kq)
-        ] + [
-            total((dot(a_head, [block.dd(a, b) for a in range(mk)]), 1.0), (dot(b_head, [block.qd(a, b) for a in range(kq)]), 1.0))
-            for b in range(mk)
-        ]  # fmt: skip
+        sides = [([block.qd(b, a) for a in range(mk)], [block.qq(a, b) for a in range(kq)]) for b in range(kq)]
+        sides += [([block.dd(a, b) for a in range(mk)], [block.qd(a, b) for a in range(kq)]) for b in range(mk)]
+        block.with_s = [total((dot(a_head, keys), 1.0), (dot(b_head, query), 1.0)) for keys, query in sides]
         if block.narrow:
             block.bulge = r.new()
             block.x1 = total((block.score, 1 / width), (block.bulge, width))
@@ -344,7 +343,8 @@ class Programme:
             self._entropy(block, pi)
 
     def _products(self, block: _Block, side: str, at: np.ndarray, first: list[Row], part: slice) -> None:
-        """|L[(e - 1 - s) w]| <= L[e - 1 - s], the same for chord - e: products of two inequalities, in units of width^2.
+        """|L[(e - 1 - s) w]| <= L[e - 1 - s], the same for chord - e: products of two inequalities, in units of
+        width^2.
 
         With a moving query the bilinear part of s times w is of third degree: its middle value and a bounded remainder.
         """
@@ -355,7 +355,12 @@ class Programme:
         over_w, under_w = [], []
         for w, d, over, along in zip(at.tolist(), first, block.bulge_w[part], block.with_s[part], strict=True):
             over_w.append(total((straight, w), (over, 1.0)))
-            chord = [(self.tau, w * start * scale), (d, start * scale), (linear, w * slope * scale), (along, slope * scale)]
+            chord = [
+                (self.tau, w * start * scale),
+                (d, start * scale),
+                (linear, w * slope * scale),
+                (along, slope * scale),
+            ]
             under_w.append(total(*chord, (over_w[-1], -1.0)))
         under = total((self.tau, start * scale), (block.score, slope * scale), (block.bulge, -1.0))
         rest, flat = float(self.c["bend"][j]) * scale, self.full and self.box
@@ -400,11 +405,12 @@ class Programme:
         w = block.w
         if self.full and self.box:
             region = [
-                total((self.tau, 1 - w[b] ** 2), (block.d1[b], -2 * w[b]), (block.dd(b, b), -1.0)) for b in range(w.size)
+                total((self.tau, 1 - w[b] ** 2), (block.d1[b], -2 * w[b]), (block.dd(b, b), -1.0))
+                for b in range(w.size)
             ]
         else:
             mass = block.trace_k() if self.full else block.mass
-            region = [total((self.tau, 1 - w @ w), (dot(block.head_k.T @ w, block.d1), -2.0), (mass, -1.0))]
+            region = [total((self.tau, 1 - float(w @ w)), (dot(block.head_k.T @ w, block.d1), -2.0), (mass, -1.0))]
         self.r.add("ball_k", block.j, "nonneg", region)
 
     def _query_region(self) -> None:
@@ -415,10 +421,12 @@ class Programme:
             diagonal = [self.shared[a, a] for a in range(k)]
             r.add("mass_q", self.n, "zero", [total((self.mass_q, 1.0), (dot(self.c["weight_q"], diagonal), -1.0))])
         if self.full and self.box:
-            region = [total((self.tau, 1 - w[a] ** 2), (self.first[a], -2 * w[a]), (diagonal[a], -1.0)) for a in range(k)]
+            region = [
+                total((self.tau, 1 - w[a] ** 2), (self.first[a], -2 * w[a]), (diagonal[a], -1.0)) for a in range(k)
+            ]
         else:
             mass = total(*((row, 1.0) for row in diagonal)) if self.full else self.mass_q
-            region = [total((self.tau, 1 - w @ w), (dot(self.common.T @ w, self.first), -2.0), (mass, -1.0))]
+            region = [total((self.tau, 1 - float(w @ w)), (dot(self.common.T @ w, self.first), -2.0), (mass, -1.0))]
         if not self.full:  # |L[d_q]|^2 <= tau L|d_q|^2
             sides = total((self.mass_q, 1.0), (self.tau, 1.0)), total((self.mass_q, 1.0), (self.tau, -1.0))
             r.add("first_q", self.n, "soc", [*sides, *(total((row, 2.0)) for row in self.first)])
@@ -506,7 +514,8 @@ def multipliers(programme: Programme, solution: Solution) -> dict[str, np.ndarra
 
 
 def _product_dual(z: np.ndarray, block: _Block, programme: Programme, out: dict[str, np.ndarray]) -> None:
-    """Vectors of the products' multipliers; what a multiplier has beyond its vector belongs to the inequality itself."""
+    """Vectors of the products' multipliers; what a multiplier has beyond its vector belongs to the inequality
+    itself."""
     j, scale, flat = block.j, programme.scale / block.width**2, programme.full and programme.box
     spare = {"over": 0.0, "under": 0.0}
     sides = {"k": (block.root, block.head_k), "q": (programme.root_q, block.head_q)}

@@ -6,24 +6,29 @@ For a number t and multipliers of the right signs, the certificate
       + sum_j { lam_j . (1 - w_j^2)                                    the region           (|w_j| <= 1, or entrywise)
               + mu_j (e_j - e^{c_j} (1 + s_j - c_j))                   exp above a tangent
               + nu_j (chord_j(s_j) - e_j)                              exp below its chord on [low_j, high_j]
-              + kappa_j (e_j - e^{low_j}) (e^{high_j} - e_j),  and linear terms in e_j - e^{low_j}, e^{high_j} - e_j
-              + e_j (rho(g_j) - g_j . w_j) + e_j (rho(h_j) - h_j . w_q)        rho the support function of the region
-              + (rho(g'_j) - g'_j . w_j) (e_j - 1 - s_j) + (rho(g''_j) - g''_j . w_j) (chord_j(s_j) - e_j),  also with w_q
+              + kappa_j (e_j - e^{low_j}) (e^{high_j} - e_j)           and linear terms in e - e^{low}, e^{high} - e
+              + e_j (rho(g_j) - g_j . w_j)                             rho the support function of the region; as the
+              + (rho(g'_j) - g'_j . w_j) (e_j - 1 - s_j)               next two, also with w_q in place of w_j
+              + (rho(g''_j) - g''_j . w_j) (chord_j(s_j) - e_j)
               + eta_j (e_j s_j - (1 + c'_j) e_j + e^{c'_j}) }          e log e above a tangent, e_j s_j = e_j log e_j
       + lam_q . (1 - w_q^2)
 
-(s_j is the score's deviation from the point that the problem is centred at) is at least sum_j p_j e_j (value_j - t) at every point of the region, since each added term is nonnegative there. In
-e_j s_j the cubic part is replaced, with e^ = (e^{low} + e^{high}) / 2, D = (e^{high} - e^{low}) / 2 and any r_j > 0, by
+(s_j is the score's deviation from the point that the problem is centred at) is at least sum_j p_j e_j (value_j - t)
+at every point of the region, since each added term is nonnegative there. Where the bilinear part b_j = d_q^T N_j d_j
+of s_j meets e_j or w, it is replaced by its middle value and a remainder: with e^ = (e^{low} + e^{high}) / 2, D =
+(e^{high} - e^{low}) / 2 and any r_j > 0,
 
-    e_j d_q^T N_j d_j <= e^ d_q^T N_j d_j + D bend_j (r_j |d_q|^2 + |d_j|^2 / r_j) / 2
+    e_j b_j <= e^ b_j + D rest,   +-(rho(g) - g . w) b_j <= +-rho(g) b_j + rho(g) rest,
+    rest = bend_j (r_j |d_q|^2 + |d_j|^2 / r_j) / 2 >= |b_j|
 
 so P is a quadratic in (d_q, d_j, x_j = e_j - 1), and its maximum over ALL real values is a Schur complement: first d_j
-(diagonal), then x_j (scalar), then d_q. With eps that maximum and Z = sum_j p_j e_j in [Zmin, Zmax],
+(diagonal and a part of rank two), then x_j (scalar), then d_q. With eps that maximum and Z = sum_j p_j e_j in
+[Zmin, Zmax],
 
     f(w) = t + (sum_j p_j e_j (value_j - t)) / Z <= t + eps / Zmin   (eps > 0),   t + eps / Zmax   (eps <= 0).
 
-Nothing here trusts the solver: wrong signs are clipped; lam, kappa and lam_q are raised where the quadratic would not be
-negative definite; a residual that is left costs what the maximum says. Multipliers in full coordinates are handled
+Nothing here trusts the solver: wrong signs are clipped; lam, kappa and lam_q are raised where the quadratic would not
+be negative definite; a residual that is left costs what the maximum says. Multipliers in full coordinates are handled
 exactly, so the subspaces that the solver worked in do not matter.
 """
 
@@ -39,14 +44,16 @@ from ._centred import Centred, largest_values, support
 LIFTS = (1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 GOLDEN = (3 - 5**0.5) / 2
 NAMES = (
-    "t", "ball_k", "ball_q", "norm_k", "norm_q", "over_k", "under_k", "over_q", "under_q", "ratio", "exp", "exp_at", "secant", "square", "entropy", "entropy_at"
+    "t", "ball_k", "ball_q", "norm_k", "norm_q", "over_k", "under_k", "over_q", "under_q", "ratio", "exp", "exp_at",
+    "secant", "square", "entropy", "entropy_at"
 )  # fmt: skip
 STEPS = (0.5, 0.1, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-10)
 WIDEST = 200.0  # score deviations beyond e^200 are left to other methods
 
 
 def recover(c: Centred, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Upper bounds (B,) of f from multipliers, the part of them (B,) that pays for rounding, and the projected multipliers.
+    """Upper bounds (B,) of f from multipliers, the part of them (B,) that pays for rounding, and the projected
+    multipliers.
 
     Infinite where the multipliers are not finite or the range of a score is too wide. The bound is the best over a few
     amounts by which the diagonal is lifted off singularity.
@@ -82,7 +89,8 @@ class _Best:
         }
 
     def offer_mean(self) -> None:
-        """f is a mean of the values, so no larger than the largest of them; offered where the multipliers were finite."""
+        """f is a mean of the values, so no larger than the largest of them; offered where the multipliers were
+        finite."""
         c = self.c
         top = largest_values(c)
         error = 64 * EPS * (c.v.abs().amax(-1) + support(c, c.u).flatten(1).sum(-1) + support(c, c.own_u))
@@ -98,8 +106,10 @@ def project(c: Centred, given: dict[str, torch.Tensor], lift: float) -> dict[str
     y["t"] = given["t"]
     y["lift"] = torch.full_like(given["t"], lift)
     if not c.box:  # one multiplier per ball
-        y["ball_k"], y["ball_q"] = (y[name].clamp_min(0.0).mean(-1, keepdim=True).expand_as(y[name])
-                                    if y[name].shape[-1] else y[name] for name in ("ball_k", "ball_q"))
+        y["ball_k"], y["ball_q"] = (
+            y[name].clamp_min(0.0).mean(-1, keepdim=True).expand_as(y[name]) if y[name].shape[-1] else y[name]
+            for name in ("ball_k", "ball_q")
+        )
     for name in ("ball_k", "ball_q", "exp", "secant", "square", "entropy"):
         y[name] = y[name].clamp_min(0.0)
     y["ratio"] = y["ratio"].clamp(1e-6, 1e6)
@@ -199,8 +209,8 @@ class _Tilted:
 def evaluate(c: Centred, y: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Bound t + eps / Z (B,) for multipliers of the right signs, and the part of it that pays for rounding.
 
-    lam_q is raised here, by what the least eigenvalue of the query's quadratic asks for, and the linear terms in e_j are
-    set; the multipliers come back with both.
+    lam_q is raised here, by what the least eigenvalue of the query's quadratic asks for, and the linear terms in e_j
+    are set; the multipliers come back with both.
     """
     P = _collect(c, y)
     tilted = _Tilted(P.curve, P.tilt, c.alpha)
@@ -262,8 +272,10 @@ def _collect(c: Centred, y: dict[str, torch.Tensor]) -> _Quadratic:
     in_s = slope * nu - mu * touch - over + slope * under  # of the linear part of s_j
     in_s_bilinear = slope * nu - mu * touch - whole_over + slope * whole_under
     ball_k = y["ball_k"]
-    region = widen((ball_k * (1 - c.wk**2)).sum(-1)) if c.box else widen(
-        ball_k[..., 0] * (1 - (c.wk**2).sum(-1)) if ball_k.shape[-1] else ball_k.sum(-1)
+    region = (
+        widen((ball_k * (1 - c.wk**2)).sum(-1))
+        if c.box
+        else widen(ball_k[..., 0] * (1 - (c.wk**2).sum(-1)) if ball_k.shape[-1] else ball_k.sum(-1))
     )
     terms = torch.stack([
         c.p * V, rho, mu, -mu * touch * (1 - y["exp_at"]), nu * start, -kappa * xl * xu, -eta * (1 + y["entropy_at"]),
@@ -278,10 +290,21 @@ def _collect(c: Centred, y: dict[str, torch.Tensor]) -> _Quadratic:
         q = q + c.p[:, -1:] * c.own_u
         xq = torch.cat([xq[:, :-1], xq[:, -1:] + c.p[:, -1:, None] * c.own_u.unsqueeze(1)], 1)
     return _Quadratic(
-        const=terms.sum(0), x=in_x.sum(0), xx=kappa, d=d, xd=_coupling(c, y), curve=ball_k - spent_k, tilt=_tilt(c, y), tilt_q=y["over_q"] - slope.unsqueeze(-1) * y["under_q"], q=q,
-        xq=xq, twist=in_s_bilinear + eta * (1 + (xl + xu) / 2), spent_q=spent_q, size=terms.abs().sum((0, 2)),
+        const=terms.sum(0),
+        x=in_x.sum(0),
+        xx=kappa,
+        d=d,
+        xd=_coupling(c, y),
+        curve=ball_k - spent_k,
+        tilt=_tilt(c, y),
+        q=q,
+        xq=xq,
+        tilt_q=y["over_q"] - slope.unsqueeze(-1) * y["under_q"],
+        twist=in_s_bilinear + eta * (1 + (xl + xu) / 2),
+        spent_q=spent_q,
+        size=terms.abs().sum((0, 2)),
         size_x=in_x.abs().sum(0) + kappa * (xu - xl),
-    )  # fmt: skip
+    )
 
 
 def _raise(
@@ -299,7 +322,9 @@ def _raise(
 
     def total(delta: torch.Tensor) -> torch.Tensor:
         kept = (values.unsqueeze(1) + delta.unsqueeze(-1)).clamp_min(1e-300)
-        return torch.nan_to_num(delta * rest + ((a - 2 * delta.unsqueeze(-1) * b) ** 2 / (4 * kept)).sum(-1), nan=torch.inf)
+        return torch.nan_to_num(
+            delta * rest + ((a - 2 * delta.unsqueeze(-1) * b) ** 2 / (4 * kept)).sum(-1), nan=torch.inf
+        )
 
     grid = torch.cat([torch.zeros(1, dtype=held.dtype), torch.logspace(-13, 1, 43, dtype=held.dtype)]).to(held.device)
     grid = low + values.abs().amax(-1, keepdim=True) * grid
@@ -340,12 +365,14 @@ def _query_part(
     in_x: torch.Tensor,
     xx: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Maximum over d_q of what is left: (B,), the magnitude of its terms, whether it is finite, and the raised lam_q."""
+    """Maximum over d_q of what is left: (B,), the magnitude of its terms, whether it is finite, and the raised
+    lam_q."""
     K, turn = c.keys, P.twist[:, : c.keys]
     beta, tilt_q = c.beta[:, :K], P.tilt_q[:, :K]
 
     def carry(g: torch.Tensor) -> torch.Tensor:
-        """B^T g with B = twist N^T + tilt beta^T + alpha tilt_q^T, the keys' coupling to d_q: (B, K, m) -> (B, K, k)."""
+        """B^T g with B = twist N^T + tilt beta^T + alpha tilt_q^T, the keys' coupling to d_q: (B, K, m) -> (B, K,
+        k)."""
         image = torch.einsum("bnhm,bnm->bnh", c.fk, g) * turn.unsqueeze(-1)
         return image @ c.fq + (P.tilt * g).sum(-1, keepdim=True) * beta + (c.alpha * g).sum(-1, keepdim=True) * tilt_q
 

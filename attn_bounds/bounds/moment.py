@@ -41,21 +41,22 @@ def moment(
         products    |L[(e_j - 1 - s_j) w]| <= L[e_j - 1 - s_j],   |L[(chord(s_j) - e_j) w]| <= L[chord(s_j) - e_j],
         order 3     L[e_j] log(L[e_j] / tau) <= L[e_j s_j]        (e s = e log e)
 
-    Everything is written around the best point found. The bilinear score of a moving query leaves third moments in the last
-    two lines; what a block cannot hold is bounded by the masses |w_q - w_q*|^2 and |w_j - w_j*|^2, which vanish at that
-    point. A box is held by the ellipsoid sum_i weight_i w_i^2 <= 1 through its corners, weights in proportion to the
-    gradient at the point, two of them tried (blocks="full": entry by entry). What bounds the relaxation's gap: `slack.gap_bound`.
+    Everything is written around the best point found. The bilinear score of a moving query leaves third moments in
+    the last two lines; what a block cannot hold is bounded by the masses |w_q - w_q*|^2 and |w_j - w_j*|^2, which
+    vanish at that point. A box is held by the ellipsoid sum_i weight_i w_i^2 <= 1 through its corners, weights in
+    proportion to the gradient at the point, two of them tried (blocks="full": entry by entry). What bounds the
+    relaxation's gap: `slack.gap_bound`.
 
-    `upper` is not what the solver says but the value of its dual, made feasible: see `_recovery`. Order 3 also tries order
-    2 and keeps the lesser bound, so it is never above it.
+    `upper` is not what the solver says but the value of its dual, made feasible: see `_recovery`. Order 3 also tries
+    order 2 and keeps the lesser bound, so it is never above it.
 
     Args:
         blocks: "reduced" keeps the span of {w_j*, alpha_j, u_j} and {w_q*, beta_j} in each block; "full" keeps all
             coordinates (small dimensions only: it grows with their fourth power).
         solver: "clarabel", "mosek", "scs"; None is MOSEK where its licence checks out, else Clarabel.
         products: include the products of exp's tangent and chord with the region.
-        pulls: weightings of the common function that is taken off all scores (softmax at the point plus a multiple of f's
-            gradient in the query); all are sound, the best is kept. Only a moving query is affected.
+        pulls: weightings of the common function that is taken off all scores (softmax at the point plus a multiple of
+            f's gradient in the query); all are sound, the best is kept. Only a moving query is affected.
         point: displacements x (B, K, m), y (B, k) to centre at; None lets `search.ascend` find them.
     Returns: bounds (B,); witness: the multipliers, `solver_value` and `status`. Infinite, with a reason, where a solve
         failed or a score moves by more than 200.
@@ -127,6 +128,4 @@ class _Least:
         witness = {**best.witness, "x": point[0], "y": point[1]}
         finite = torch.isfinite(best.upper).tolist()
         reason = [None if ok else why for ok, why in zip(finite, witness["status"], strict=True)]
-        return BatchBound(
-            best.upper + reduced.rounding, best.inflation + reduced.rounding, witness, point, reason
-        )
+        return BatchBound(best.upper + reduced.rounding, best.inflation + reduced.rounding, witness, point, reason)

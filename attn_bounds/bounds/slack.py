@@ -18,8 +18,8 @@ def secant_slack(problem: HeadProblem, t: float | None = None) -> float:
 
         slack(t) = max over 0 <= y_j <= 1 of  sum_j p_j E_j y_j (vmax_j - t) / (Zmin + sum_j p_j E_j y_j)
 
-    E_j is the largest distance of exp from its chord over the range [low_j, high_j] of the score's deviation, vmax_j the
-    largest value of token j, Zmin = sum_j p_j e^{low_j}. A fractional knapsack: sort by value, take a prefix.
+    E_j is the largest distance of exp from its chord over the range [low_j, high_j] of the score's deviation, vmax_j
+    the largest value of token j, Zmin = sum_j p_j e^{low_j}. A fractional knapsack: sort by value, take a prefix.
 
     Args:
         t: a value that f attains; None is the best one that the search finds. A smaller t gives a larger slack.
@@ -49,15 +49,18 @@ def gap_bound(
         sum_j p_j L[e_j (value_j - t)] = tau sum_j p_j { e_j (value_j(w) - t) + cov(e_j, u_j . w_j) }.
 
     Query fixed: L[s_j] = tau s_j(w), so exp cone and chord give e_j = exp(s_j(w)) + eps_j with 0 <= eps_j <= E_j, the
-    largest distance of exp from its chord. sum_j p_j exp(s_j(w)) (value_j(w) - t) <= 0 by the choice of t. What is left:
+    largest distance of exp from its chord. sum_j p_j exp(s_j(w)) (value_j(w) - t) <= 0 by the choice of t. What is
+    left:
 
-      secant    tau sum_j p_j eps_j (vmax_j - t), where tau (Zmin + sum_j p_j eps_j) <= sum_j p_j L[e_j] = 1: `secant_slack`
-      coupling  cov(e_j, u_j . w_j) <= sd(e_j) sd(u_j . w_j), as the block is positive semidefinite; the chord of the square
-                gives sd(e_j) <= D_j = (e^{high_j} - e^{low_j}) / 2, the region sd(u_j . w_j) <= |u_j| sqrt(1 - |w_j|^2):
-                at most sum_j p_j D_j |u_j| / Zmin
-      bilinear  query moving: L[s_j] = tau (s_j(w) + delta_j). |delta_j| <= bend_j for full blocks (a covariance of vectors in
-                unit balls), <= 12 bend_j for reduced ones (head, tail and cross parts, and the mean's own, at |d| <= 2). It
-                multiplies e_j by e^{delta_j}: at most sum_j p_j e^{high_j} (e^{delta_j} - 1) max |value_j - t| / Zmin
+      secant    tau sum_j p_j eps_j (vmax_j - t), where tau (Zmin + sum_j p_j eps_j) <= sum_j p_j L[e_j] = 1:
+                that is at most `secant_slack`
+      coupling  cov(e_j, u_j . w_j) <= sd(e_j) sd(u_j . w_j), as the block is positive semidefinite; the chord of the
+                square gives sd(e_j) <= D_j = (e^{high_j} - e^{low_j}) / 2, the region sd(u_j . w_j) <= |u_j|
+                sqrt(1 - |w_j|^2): at most sum_j p_j D_j |u_j| / Zmin
+      bilinear  query moving: L[s_j] = tau (s_j(w) + delta_j). |delta_j| <= bend_j for full blocks (a covariance of
+                vectors in unit balls), <= 12 bend_j for reduced ones (head, tail and cross parts, and the mean's own,
+                at |d| <= 2). It multiplies e_j by e^{delta_j}: at most sum_j p_j e^{high_j} (e^{delta_j} - 1)
+                max |value_j - t| / Zmin
 
     With the products of exp's tangent and chord with the region (the default of `moment`) the coupling is smaller: with
     T = 1 + s, |L[(e - T) w]| <= L[e - T] gives L[e (value - t)] <= L[T (value - t)] + L[e - T] (vmax - t), that is,
@@ -65,17 +68,20 @@ def gap_bound(
         coupling  sum_j p_j { cov(s_j, u_j . w_j) + (e^{s_j} - 1 - s_j) (vmax_j - value_j(w)) } tau,
 
     and cov(s_j, u_j . w_j) <= |alpha_j| |u_j| (1 - |w_j|^2). This vanishes at the maximiser and has to be paid for in
-    Phi_t(w), to first order, by a mean inside its ball or away from w*: where the radii are small the secant part alone is
-    left. The entropy constraint of the third order, e_j log(e_j / exp(s_j)) <= cov(e_j, s_j) <= D_j |alpha_j|
-    sqrt(1 - |w_j|^2), makes eps_j pay in the same way: without products its gap is of third order, with them it vanishes to
-    the solver's accuracy where the radii are small (measured, not proved). Either only adds constraints, so the sum above
-    bounds the gap at both orders. A recovered bound lies above the relaxation's value by what the solver's accuracy costs.
+    Phi_t(w), to first order, by a mean inside its ball or away from w*: where the radii are small the secant part
+    alone is left. The entropy constraint of the third order, e_j log(e_j / exp(s_j)) <= cov(e_j, s_j) <= D_j |alpha_j|
+    sqrt(1 - |w_j|^2), makes eps_j pay in the same way: without products its gap is of third order, with them it
+    vanishes to the solver's accuracy where the radii are small (measured, not proved). Either only adds constraints,
+    so the sum above bounds the gap at both orders. A recovered bound lies above the relaxation's value by what the
+    solver's accuracy costs.
 
     Args: t, (B,) the maxima, None for the best values found. blocks as in `moment`.
     Raises: MethodNotApplicableError for boxes with reduced blocks, whose means lie in an ellipsoid around the box only.
     """
     if reduced.kind == "box" and blocks == "reduced":
-        raise MethodNotApplicableError("blocks: the bound of the gap holds for balls, for boxes only with blocks='full'")
+        raise MethodNotApplicableError(
+            "blocks: the bound of the gap holds for balls, for boxes only with blocks='full'"
+        )
     x, y = ascend(reduced)[:2] if point is None else point
     c = centre(reduced, x, y)
     at = c.f if t is None else t
@@ -110,9 +116,10 @@ def secant_slack_loss(
 ) -> torch.Tensor:
     """Compute the secant slack at t = f(tokens), differentiable in tokens (n, d), weights, readout: a scalar tensor.
 
-    The same quantity as `secant_slack(problem, t=problem.nominal)` for L2 balls (up to where the moving query's scores are
-    recentred: here at the nominal tokens). W_Q, W_K (d_head, d), W_V (d_v, d), W_O (d_out, d_v) or None, readout (d_out,).
-    Works in the tensors' own dtype and device. It is piecewise smooth: the knapsack's prefix and ties are held still.
+    The same quantity as `secant_slack(problem, t=problem.nominal)` for L2 balls (up to where the moving query's
+    scores are recentred: here at the nominal tokens). W_Q, W_K (d_head, d), W_V (d_v, d), W_O (d_out, d_v) or None,
+    readout (d_out,). Works in the tensors' own dtype and device. It is piecewise smooth: the knapsack's prefix and
+    ties are held still.
     """
     if not 0 <= query < tokens.shape[0]:
         raise ArgumentError(f"query: expected an index in 0..{tokens.shape[0] - 1}, got {query}")
