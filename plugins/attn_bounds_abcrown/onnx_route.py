@@ -13,6 +13,7 @@ import importlib.util
 import sys
 import types
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +53,7 @@ def input_shape(model) -> tuple[int, ...]:
 
 def onnx_to_torch(model) -> torch.nn.Module:
     """Convert a parsed ONNX model to a torch module with the same outputs, in evaluation mode."""
-    converter = _onnx2pytorch()
+    converter = import_onnx2pytorch()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -115,25 +116,34 @@ def _without_dead_nodes(model):
             model.graph.node.remove(node)
 
 
-def _onnx2pytorch():
+def import_onnx2pytorch():
     """Import onnx2pytorch, where torchvision is absent with a stand-in for it, and make its Shape traceable."""
     if importlib.util.find_spec("onnx2pytorch") is None:
         raise MissingDependencyError("onnx2pytorch: not installed; pip install 'attn-bounds[verify]'")
-    stand_ins = [] if _importable("torchvision") else ["torchvision", "torchvision.ops", "torchvision.io"]
-    for name in stand_ins:
-        sys.modules[name] = _StandIn(name)
-    try:
+    with torchvision_or_stand_in():
         package = importlib.import_module("onnx2pytorch")
         shape = importlib.import_module("onnx2pytorch.operations.shape")
-    finally:
-        for name in stand_ins:
-            sys.modules.pop(name, None)
     reshape = importlib.import_module("onnx2pytorch.operations.reshape")
     shape.Shape.forward = _traced_shape
     reshape.Reshape.forward = _plain_reshape
     softmax = importlib.import_module("onnx2pytorch.operations.softmax")
     softmax.NormalizingOperator.forward = _softmax_in_place
     return package
+
+
+@contextmanager
+def torchvision_or_stand_in():
+    """Where torchvision is absent or does not load, something that can be imported in its place but does nothing."""
+    names = ["torchvision", *(f"torchvision.{part}" for part in _StandIn.parts)]
+    absent = not _importable("torchvision")
+    if absent:
+        sys.modules.update({name: _StandIn(name) for name in names})
+    try:
+        yield
+    finally:
+        if absent:
+            for name in names:
+                sys.modules.pop(name, None)
 
 
 def _traced_shape(self, input: torch.Tensor) -> torch.Tensor:
@@ -157,11 +167,12 @@ class _StandIn(types.ModuleType):
     """Takes the place of torchvision at import: the detection operators that need it are never reached."""
 
     __path__ = ()
+    parts = ("ops", "io", "datasets", "transforms")
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        return self if name in ("ops", "io") else _unavailable
+        return sys.modules[f"torchvision.{name}"] if name in self.parts else _unavailable
 
 
 def _unavailable(*args, **kwargs):

@@ -12,6 +12,20 @@ from torch import Tensor
 from .attention import BoundAttentionMix, BoundScoreDifferences
 
 
+_SETTINGS = {  # a verifier may have set these for its own passes
+    "enable_alpha_crown": True,
+    "enable_beta_crown": False,
+    "init_alpha": True,
+    "use_shared_alpha": False,
+    "fix_interm_bounds": True,
+    "keep_best": True,
+    "pruning_in_iteration": False,
+    "loss_reduction_func": lambda bound: bound.flatten(1).sum(1, keepdim=True),
+    "stop_criterion_func": lambda bound: False,
+    "max_time": 1e9,
+}
+
+
 def optimised_lower_bound(
     network,
     x,
@@ -139,11 +153,9 @@ def _optimise(network, x, name, C, interm_bounds, iterations, lr, side, stop_abo
     network.last_final_node_name = None
     args = network.bound_opts["optimize_bound_args"]
     saved = dict(args)
-    args.update(
-        iteration=iterations, lr_alpha=lr, fix_interm_bounds=True, keep_best=True, early_stop_patience=iterations
-    )
+    args.update(_SETTINGS, iteration=iterations, lr_alpha=lr, early_stop_patience=iterations)
     if stop_above is not None:
-        args["stop_criterion_func"] = lambda bound: (bound > stop_above).all(1, keepdim=True)
+        args["stop_criterion_func"] = lambda bound: (bound.flatten(1) > stop_above).all(1, keepdim=True)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             lower, upper = network.compute_bounds(
