@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from attn_bounds.errors import ArgumentError, AttnBoundsError
+from attn_bounds.errors import ArgumentError
 
 _COMMANDS = {
     "spectrum": "condition numbers, exponent and width thresholds",
@@ -53,7 +53,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         sub.add_argument("--image-size", type=int, default=32, help="image folders are resized to this")
         sub.add_argument("--device", default="cpu", help="torch device")
         sub.add_argument("--no-pretrained", action="store_true", help="leave out the pretrained head")
-    parser.set_defaults(run=run)
 
 
 def settings_of(args: argparse.Namespace):
@@ -90,15 +89,7 @@ def settings_of(args: argparse.Namespace):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand; 0 on success, 2 when an argument, the data or a package is at fault (said on stderr)."""
-    try:
-        return _run(args)
-    except AttnBoundsError as error:
-        print(f"attn-bounds ntk {args.ntk_command}: {error}", file=sys.stderr)
-        return 2
-
-
-def _run(args: argparse.Namespace) -> int:
+    """Run the subcommand and return its exit code. Raises: AttnBoundsError, naming the option at fault."""
     from attn_bounds.ntk.data import load_data
     from attn_bounds.ntk.report import report, run_study
 

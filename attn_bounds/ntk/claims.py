@@ -44,7 +44,7 @@ def _spectrum(f: Figures) -> list[Verdict]:
             "kappa -> kappa^3",
             f"exponent {exponent:.4f} (kappa {kappa:.0f} at tol {tol:g})",
             _word(abs(exponent - 3) <= 1e-2),
-            f"what governs training is Theta_inf, and its condition number grows with exponent {f['exponent_ntk']:.2f} only",
+            f"training is governed by Theta_inf, whose condition number has exponent {f['exponent_ntk']:.2f} only",
         ),
         Verdict(
             "the kernel regime needs impractical widths",

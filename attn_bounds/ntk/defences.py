@@ -82,8 +82,11 @@ class Defence:
     network: NetworkTraining | None = None
 
 
-def standard_defences(Y: Tensor, network: NetworkTraining | None = None) -> list[Defence]:
-    """Return the defences under comparison, the undefended model first; with `network`, the trained ones too."""
+def standard_defences(split: Split, network: NetworkTraining | None = None) -> list[Defence]:
+    """Return the defences under comparison, the undefended model first; with `network`, the trained ones too.
+
+    Ranks that the inputs do not exceed are left out.
+    """
 
     def attention(**options: Any) -> AttendedKernel:
         return AttendedKernel(LinearizedAttention(**options))
@@ -96,10 +99,9 @@ def standard_defences(Y: Tensor, network: NetworkTraining | None = None) -> list
         Defence("clip at median", attention(clip=1.0)),
         Defence("penalty on C, 0.1", attention(shrinkage=0.1)),
         Defence("penalty on C, 0.5", attention(shrinkage=0.5)),
-        Defence("rank 10", attention(rank=10)),
-        Defence("rank 20", attention(rank=20)),
+        *(Defence(f"rank {r}", attention(rank=r)) for r in (10, 20) if r < split.X.shape[1]),
         Defence("Huber loss", attention(), robust=True),
-        Defence("aligned start", AlignedKernel(LinearizedAttention(), Y)),
+        Defence("aligned start", AlignedKernel(LinearizedAttention(), split.Y)),
         Defence("power 1/4 and Huber loss", attention(power=0.25), robust=True),
         Defence("ReLU baseline (no attention)", attention(power=0.0)),
     ]
@@ -108,7 +110,7 @@ def standard_defences(Y: Tensor, network: NetworkTraining | None = None) -> list
         out += [
             Defence("network: none", attention(), network=network),
             Defence("network: gradient clipping", attention(), network=clipped),
-            Defence("network: aligned start", AlignedKernel(LinearizedAttention(), Y), network=network),
+            Defence("network: aligned start", AlignedKernel(LinearizedAttention(), split.Y), network=network),
             Defence("network: power 1/4", attention(power=0.25), network=network),
         ]
     return out
@@ -130,7 +132,7 @@ def defences(
     Returns one row a defence: flip_rate, flip_rate_prediction, clean, poison_drop, ridge, dof.
     """
     attack = Attack() if attack is None else attack
-    candidates = standard_defences(split.Y) if candidates is None else candidates
+    candidates = standard_defences(split) if candidates is None else candidates
     budget = max(1, round(poison_fraction * len(split.y)))
     classes = 2 if split.Y.shape[1] == 1 else split.Y.shape[1]
     rows = []

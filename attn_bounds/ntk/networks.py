@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attn_bounds.errors import ArgumentError
-from attn_bounds.ntk._arrays import positive
+from attn_bounds.ntk._arrays import positive, whole
 
 
 @dataclasses.dataclass
@@ -26,8 +26,7 @@ class TwoLayerReLU:
         cls, width: int, inputs: int, outputs: int = 1, *, seed: int = 0, covariance: Tensor | None = None
     ) -> TwoLayerReLU:
         """Draw w_r ~ N(0, covariance) (identity by default) and random signs."""
-        if width < 1:
-            raise ArgumentError(f"width: expected an integer >= 1, got {width!r}")
+        whole("width", width)
         generator = torch.Generator().manual_seed(seed)
         W = torch.randn(width, inputs, generator=generator, dtype=torch.float64)
         signs = torch.randint(0, 2, (width, outputs), generator=generator).to(torch.float64) * 2 - 1

@@ -71,9 +71,9 @@ def test_every_standard_defence_runs(digits) -> None:
     split = digits.split(70, 20)
     network = NetworkTraining(width=64, time=2.0)
     table = defences(
-        split, Ridge("dof", 20), Attack(steps=2), candidates=standard_defences(split.Y, network), poison_fraction=0.03
+        split, Ridge("dof", 20), Attack(steps=2), candidates=standard_defences(split, network), poison_fraction=0.03
     )
-    assert len(table) == len(standard_defences(split.Y)) + 4
+    assert len(table) == len(standard_defences(split)) + 4
     assert table.notna().all().all() and table.flip_rate.between(0, 1).all() and table.clean.between(0.3, 1).all()
     plain = table[~table.defence.str.contains("Huber")]
     assert (plain.dof - 20).abs().max() < 1e-6

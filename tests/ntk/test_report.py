@@ -1,22 +1,18 @@
 from __future__ import annotations
 
-import argparse
 import json
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
-from attn_bounds.cli import ntk as command
+from attn_bounds import cli
 from attn_bounds.ntk.claims import verdicts
 from attn_bounds.ntk.studies import Study
 
 
 def main(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers(required=True))
-    args = parser.parse_args(["ntk", *words])
-    return args.run(args)
+    return cli.main(["ntk", *words])
 
 
 SMALL = ("--n", "60", "--test", "20", "--seeds", "2", "--ridge", "dof:20", "--steps", "2")
@@ -72,7 +68,7 @@ def test_bad_options_are_named_on_stderr(words, names, tmp_path, capsys) -> None
     name = "convergence" if words[0] == "--pair" else "malleability"
     assert main(name, "--out", str(tmp_path), "--quick", *words) == 2
     captured = capsys.readouterr()
-    assert names in captured.err and captured.err.startswith(f"attn-bounds ntk {name}: ")
+    assert names in captured.err and captured.err.startswith("attn-bounds ntk: ")
 
 
 class _Page(HTMLParser):
