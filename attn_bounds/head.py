@@ -151,6 +151,12 @@ class AttentionHead:
         return float(torch.linalg.matrix_norm(fq.T @ fk, ord=2))
 
     @cached_property
+    def norms(self) -> tuple[float, float, float, float]:
+        """Spectral norms of W_Q and W_K, then their Frobenius norms."""
+        spectral = [float(torch.linalg.matrix_norm(w, ord=2)) for w in (self.W_Q, self.W_K)]
+        return (*spectral, *(float(torch.linalg.vector_norm(w)) for w in (self.W_Q, self.W_K)))
+
+    @cached_property
     def own_range(self) -> tuple[float, float]:
         """Smallest and largest eigenvalue of the symmetric part of scale W_Q^T W_K (zero included: rank < d)."""
         fq, fk = self.rotated

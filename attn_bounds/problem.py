@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +12,15 @@ from ._arrays import as_float64, as_mask
 from .errors import ArgumentError, RegionError
 from .head import AttentionHead
 from .regions import Balls, Boxes, Lists, TokenBall, TokenBox, TokenSubstitutions
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """An attained value of f, the tokens (n, d) that attain it, and the outside query (d,) where one moves."""
+
+    value: float
+    tokens: torch.Tensor
+    query: torch.Tensor | None = None
 
 
 class HeadProblem:
@@ -55,6 +65,7 @@ class HeadProblem:
         if self.keys is not None and not self.keys.any():
             raise ArgumentError("keys: expected at least one attended key, got an all-false mask")
         self.placed = self._place()
+        self.found: SearchResult | None = None  # the best attained value that any method has come across
 
     def _checked_query(self, query: Any) -> int | torch.Tensor:
         if isinstance(query, bool):
@@ -141,6 +152,11 @@ class HeadProblem:
     def nominal(self) -> float:
         """f at the nominal tokens."""
         return float(self.value(self.tokens))
+
+    def note(self, result: SearchResult) -> None:
+        """Remember an attained value if it is the best so far."""
+        if self.found is None or result.value > self.found.value:
+            self.found = result
 
     def contains(self, tokens: torch.Tensor, query: torch.Tensor | None = None) -> bool:
         """Whether tokens (n, d), and an outside query that moves, lie in the region (to one part in 1e12 for balls)."""

@@ -213,23 +213,26 @@ def _rounding(
     """Bound the error that float64 makes in f, anywhere on the region.
 
     An inner product of length d errs by lambda sqrt(d) eps |x| |y| with overwhelming probability (Higham and Mary
-    2019; lambda = 8 here). A score's error delta moves f by at most delta (max v - min v), a value's by itself. The
+    2019; lambda = 3 here). A score's error delta moves f by at most delta (max v - min v), a value's by itself. The
     audit re-proves certificates in ball arithmetic, so this margin need only be right in practice.
     """
-    head = problem.head
-    size = torch.linalg.vector_norm
-    reach = float(spread.max()) if spread.dim() == 1 else float(size(spread, dim=-1).max())
-    token = float(size(z, dim=-1).max()) + reach
-    query = float(size(zq)) + reach
-    unit = 8 * math.sqrt(head.d + head.d_head + problem.n) * EPS
-    q_norm = float(size(q)) + abs(head.scale) * float(size(head.W_Q)) * reach
-    k_norm = float(size(k, dim=-1).max()) + float(size(head.W_K)) * reach
-    q_size = abs(head.scale) * float(size(head.W_Q)) * query / math.sqrt(head.d_head)
-    k_size = float(size(head.W_K)) * token / math.sqrt(head.d_head)
-    score = unit * (q_norm * k_norm + q_size * k_norm + k_size * q_norm)
+    head, size = problem.head, torch.linalg.vector_norm
+    order, row = problem.key_order, problem.query_place
+    reach = spread if spread.dim() == 1 else size(spread, dim=-1)
+    query_reach = 0.0 if row is None else float(reach[row])
+    key_reach = float(reach[order].max())
+    token, query = float(size(z, dim=-1).max()) + key_reach, float(size(zq)) + query_reach
+    unit = 3 * math.sqrt(head.d + head.d_head + problem.n) * EPS
+    root = math.sqrt(head.d_head)
+    norm_q, norm_k = abs(head.scale) * head.norms[0], head.norms[1]
+    q_norm = float(size(q)) + norm_q * query_reach
+    k_norm = float(size(k, dim=-1).max()) + norm_k * key_reach
+    q_size = abs(head.scale) * head.norms[2] * query / root + abs(head.scale) * float(size(head.b_Q))
+    score = unit * (q_norm * k_norm + q_size * k_norm + head.norms[3] * token / root * q_norm)
     v = z @ u
-    value_spread = float(v.max() - v.min()) + 2 * float(size(u)) * reach
-    return u.new_tensor(score * value_spread + unit * (float(size(u)) * token + float(v.abs().max())))
+    value_spread = float(v.max() - v.min()) + 2 * float(size(u)) * key_reach
+    value = unit * (float(size(u)) * token + float(v.abs().max()))
+    return u.new_tensor(score * value_spread + value)
 
 
 def lift(problem: HeadProblem, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -263,10 +266,13 @@ def _row_mask(problem: HeadProblem) -> torch.Tensor:
 
 
 def _inside(centre: torch.Tensor, delta: torch.Tensor, radius: float) -> torch.Tensor:
-    for _ in range(8):
+    """centre + delta, shrunk by a growing number of roundings of the token until it measures at most `radius`."""
+    size = torch.linalg.vector_norm
+    shrink = EPS * (1 + float(size(centre)) / radius) if radius > 0 else 0.0
+    for _ in range(60):
         point = centre + delta
-        reached = float(torch.linalg.vector_norm(point - centre))
-        if reached <= radius:
+        if float(size(point - centre)) <= radius:
             return point
-        delta = delta * (radius / reached * (1 - 2e-16))
+        delta = delta * (1 - min(shrink, 0.5))
+        shrink *= 2
     return centre.clone()

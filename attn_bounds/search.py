@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from .errors import ArgumentError
-from .problem import HeadProblem
+from .problem import HeadProblem, SearchResult
 from .reduced import Reduced, lift, reduce
 from .regions import Lists
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """An attained value of f, the tokens (n, d) that attain it, and the outside query (d,) where one moves."""
-
-    value: float
-    tokens: torch.Tensor
-    query: torch.Tensor | None = None
 
 
 def search(problem: HeadProblem, starts: int = 8, seed: int = 0) -> SearchResult:
@@ -79,29 +68,38 @@ def ascend(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Maximise f by projected gradient ascent from several starts, each with its own step length.
 
-    Returns the best x (B, n - own, m), y (B, k) and value (B,). Starts: the centre, one step against nothing; the
-    tokens pushed towards the largest value; then random points of the region's boundary.
+    Returns the best x (B, n - own, m), y (B, k) and value (B,). Starts: the centre; every key's value as large as it
+    gets; random points of the region's boundary. Problems that have converged leave the batch.
     """
     x, y = _starting_points(reduced, starts, seed)
+    best_x, best_y, best_f = x[:, 0].clone(), y[:, 0].clone(), reduced.s0.new_full((reduced.size,), -torch.inf)
+    rows = torch.arange(reduced.size, device=x.device)  # where the problems of the shrinking batch come from
     f, gx, gy = value_and_gradient(reduced, x, y)
-    step = _first_step(reduced, gx, gy)
-    calm = torch.zeros_like(f, dtype=torch.int64)
-    for _ in range(steps):
+    step, calm = _first_step(reduced, gx, gy), torch.zeros_like(f, dtype=torch.int64)
+    for count in range(1, steps + 1):
         tried_x, tried_y = _project(reduced, x + step[..., None, None] * gx, y + step[..., None] * gy)
         f_new, gx_new, gy_new = value_and_gradient(reduced, tried_x, tried_y)
         better = f_new > f
-        gain = torch.where(better, f_new - f, torch.zeros_like(f))
+        gain = torch.where(better, f_new - f, 0.0)
         calm = torch.where(gain > tolerance * (f - reduced.nominal[:, None]).abs(), 0, calm + 1)
         keep = better[..., None]
         x, gx = torch.where(keep[..., None], tried_x, x), torch.where(keep[..., None], gx_new, gx)
         y, gy = torch.where(keep, tried_y, y), torch.where(keep, gy_new, gy)
         f = torch.where(better, f_new, f)
         step = torch.where(better, step * 2.0, step * 0.25).clamp(max=1e150)
-        if bool((calm >= 12).all()):
-            break
-    best = f.argmax(dim=1)
-    rows = torch.arange(reduced.size, device=f.device)
-    return x[rows, best], y[rows, best], f[rows, best]
+        if count % 8 and count != steps:
+            continue
+        active = (calm < 12).any(1)
+        if count == steps or int(active.sum()) <= 0.7 * len(rows):
+            active &= count != steps
+            top = f.argmax(1, keepdim=True)
+            at = torch.arange(len(rows), device=x.device), top[:, 0]
+            best_x[rows], best_y[rows], best_f[rows] = x[at], y[at], f[at]
+            if not bool(active.any()):
+                break
+            rows, reduced = rows[active], reduced[active]
+            x, y, f, gx, gy, step, calm = (g[active] for g in (x, y, f, gx, gy, step, calm))
+    return best_x, best_y, best_f
 
 
 def _radii(reduced: Reduced) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,79 @@
+"""Arguments in, float64 tensors out: one place that checks what users pass to `attn_bounds.ntk`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attn_bounds.errors import ArgumentError, NotFiniteError, ShapeError
+
+ArrayLike = Any  # numpy array, tensor, nested list, data frame
+
+
+def _tensor(name: str, value: ArrayLike) -> Tensor:
+    if isinstance(value, Tensor):
+        out = value
+    else:
+        try:
+            array = np.asarray(value)
+            if array.dtype == object:
+                array = array.astype(np.float64)
+            out = torch.as_tensor(array)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"{name}: expected numbers, got {type(value).__name__} ({error})") from error
+    if out.is_complex():
+        raise ArgumentError(f"{name}: expected real numbers, got {out.dtype}")
+    out = out.to(torch.float64)
+    if not bool(torch.isfinite(out).all()):
+        raise NotFiniteError(f"{name}: expected finite numbers, got NaN or infinity; impute or drop those rows first")
+    return out
+
+
+def matrix(name: str, value: ArrayLike, *, min_rows: int = 1, columns: int | None = None) -> Tensor:
+    """Return `value` as a finite float64 tensor (n, d), on the device it came from; integers and float32 are converted.
+
+    Raises ShapeError (not 2-D, fewer than `min_rows` rows, wrong number of columns), NotFiniteError, ArgumentError.
+    """
+    out = _tensor(name, value)
+    if out.ndim != 2:
+        raise ShapeError(f"{name}: expected a matrix (rows are examples), got shape {tuple(out.shape)}")
+    if out.shape[0] < min_rows:
+        raise ShapeError(f"{name}: expected at least {min_rows} rows, got {out.shape[0]}")
+    if out.shape[1] < 1:
+        raise ShapeError(f"{name}: expected at least 1 column, got 0")
+    if columns is not None and out.shape[1] != columns:
+        raise ShapeError(f"{name}: expected {columns} columns, got {out.shape[1]}")
+    return out
+
+
+def targets(name: str, value: ArrayLike, rows: int) -> Tensor:
+    """Return regression targets as a finite float64 tensor (rows, outputs); a vector becomes one column."""
+    out = _tensor(name, value)
+    if out.ndim == 1:
+        out = out[:, None]
+    if out.ndim != 2 or out.shape[0] != rows:
+        raise ShapeError(f"{name}: expected ({rows},) or ({rows}, outputs), got {tuple(out.shape)}")
+    return out
+
+
+def like(reference: ArrayLike, value: Tensor) -> Any:
+    """Give `value` back as a tensor if `reference` is one, else as a numpy array."""
+    return value if isinstance(reference, Tensor) else value.detach().cpu().numpy()
+
+
+def positive(name: str, value: float, *, zero: bool = False) -> float:
+    """Return `value` as a float if it is finite and > 0 (>= 0 with `zero`); ArgumentError otherwise."""
+    number = float(value)
+    if not np.isfinite(number) or number < 0 or (number == 0 and not zero):
+        raise ArgumentError(f"{name}: expected a finite number {'>= 0' if zero else '> 0'}, got {value!r}")
+    return number
+
+
+def choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    """Return `value` if it is one of `allowed`; ArgumentError otherwise."""
+    if value not in allowed:
+        raise ArgumentError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
+    return value

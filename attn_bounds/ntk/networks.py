@@ -1,0 +1,88 @@
+"""Two-layer ReLU networks of finite width, with the first layer trained: the models that the kernels are limits of."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from attn_bounds.errors import ArgumentError
+from attn_bounds.ntk._arrays import positive
+
+
+@dataclasses.dataclass
+class TwoLayerReLU:
+    """f(x) = m^(-1/2) sum_r a_r relu(w_r.x), w trained, a = +-1 fixed; one column of `signs` an output.
+
+    weights (m, d), signs (m, outputs), both float64.
+    """
+
+    weights: Tensor
+    signs: Tensor
+
+    @classmethod
+    def initial(
+        cls, width: int, inputs: int, outputs: int = 1, *, seed: int = 0, covariance: Tensor | None = None
+    ) -> TwoLayerReLU:
+        """Draw w_r ~ N(0, covariance) (identity by default) and random signs."""
+        if width < 1:
+            raise ArgumentError(f"width: expected an integer >= 1, got {width!r}")
+        generator = torch.Generator().manual_seed(seed)
+        W = torch.randn(width, inputs, generator=generator, dtype=torch.float64)
+        signs = torch.randint(0, 2, (width, outputs), generator=generator).to(torch.float64) * 2 - 1
+        if covariance is not None:
+            W = W.to(covariance.device) @ torch.linalg.cholesky(covariance).mT
+            signs = signs.to(covariance.device)
+        return cls(W, signs)
+
+    def to(self, device: torch.device) -> TwoLayerReLU:
+        """Return the same network on `device`."""
+        return TwoLayerReLU(self.weights.to(device), self.signs.to(device))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute f at the rows of x (n, d): (n, outputs)."""
+        return torch.relu(x @ self.weights.mT) @ self.signs / len(self.weights) ** 0.5
+
+    def ntk(self, x1: Tensor, x2: Tensor | None = None) -> Tensor:
+        """Compute the empirical NTK averaged over outputs: <x, x'> #{r: w_r.x > 0 and w_r.x' > 0} / m.
+
+        All diagonal blocks of the full kernel are equal to it, and its off-diagonal blocks vanish as m grows.
+        """
+        second = x1 if x2 is None else x2
+        gates1, gates2 = ((x @ self.weights.mT > 0).to(x1.dtype) for x in (x1, second))
+        return (x1 @ second.mT) * (gates1 @ gates2.mT) / len(self.weights)
+
+
+def train_network(
+    network: TwoLayerReLU,
+    X: Tensor,
+    Y: Tensor,
+    *,
+    steps: int,
+    learning_rate: float,
+    clip: float | None = None,
+    at: tuple[int, ...] = (),
+) -> tuple[TwoLayerReLU, list[TwoLayerReLU]]:
+    """Run full-batch gradient descent on sum_i |f(x_i) - f_0(x_i) - y_i|^2 / 2 from `network` (which is kept).
+
+    f_0 is the network at the start: subtracting it is what makes f_m and the closed-form prediction comparable.
+    X (n, d), Y (n, outputs), float64. clip: each example's residual is shortened to this length (clipping its
+    gradient up to the factor of its Jacobian). at: steps after which copies are returned as well.
+    """
+    positive("learning_rate", learning_rate)
+    if clip is not None:
+        positive("clip", clip)
+    W, s, root = network.weights.clone(), network.signs, len(network.weights) ** 0.5
+    target = network(X) + Y
+    copies = []
+    for step in range(1, steps + 1):
+        Z = X @ W.mT
+        residual = torch.relu(Z) @ s / root - target
+        if clip is not None:
+            residual = residual * (clip / residual.norm(dim=1, keepdim=True).clamp(min=1e-300)).clamp(max=1)
+        back = (Z > 0).to(Z.dtype).mul_(residual @ s.mT)
+        W.sub_(back.mT @ X, alpha=learning_rate / root)
+        if step in at:
+            copies.append(TwoLayerReLU(W.clone(), s))
+    return TwoLayerReLU(W, s), copies
