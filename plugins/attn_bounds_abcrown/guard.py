@@ -1,4 +1,4 @@
-"""A guard around compute_bounds: what is not finite is unknown, and no bound may exceed a value that a point attains."""
+"""A guard around compute_bounds: what is not finite is unknown; no bound exceeds a value that a point attains."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class _Guard:
                 inside &= ((value[point] >= lo) & (value[point] <= up)).flatten(1).all(1)
             if not inside.any():
                 continue
-            attained = torch.einsum("bso,o->bs", C.to(lower), self.values[self.network.final_name][point].to(lower))
+            output = self.values[self.network.final_name][point].flatten().to(lower)
+            attained = torch.einsum("bso,o->bs", C.to(lower).flatten(2), output)
             too_high = inside.unsqueeze(1) & (lower > attained + 1e-5 * (1 + attained.abs()))
             if too_high.any():
                 self._warn()
@@ -85,11 +86,11 @@ class _Guard:
         corners = torch.rand(self.points, *low.shape[1:], generator=generator).to(low) < 0.5
         start = torch.cat([(low + high) / 2, torch.where(corners, low, high)])
         best = start.clone()
-        rows = C.flatten(0, 1).to(best)
+        rows = C.flatten(0, 1).flatten(1).to(best)
         with torch.enable_grad():
             for _ in range(self.steps):
                 best.requires_grad_(True)
-                (gradient,) = torch.autograd.grad((self.network(best) @ rows.T).amin(1).sum(), best)
+                (gradient,) = torch.autograd.grad((self.network(best).flatten(1) @ rows.T).amin(1).sum(), best)
                 best = torch.clamp(best.detach() - 0.25 * (high - low) * gradient.sign(), low, high)
         self.samples = torch.cat([start, best.detach()])
         with torch.no_grad():

@@ -20,7 +20,7 @@ def fuse_attention(
     network,
     *,
     regime: str = "wide",
-    rows: int = 4096,
+    rows: int = 1024,
     iterations: int = 0,
     rows_iterations: int = 15,
     lr: float = 0.2,

@@ -73,23 +73,24 @@ def _with_constant_shapes(model):
     """
     onnx, ort = _need("onnx"), _need("onnxruntime")
     computed = {node.output[0] for node in model.graph.node}
-    targets = [n.input[1] for n in model.graph.node if n.op_type == "Reshape" and n.input[1] in computed]
+    reshapes = [node for node in model.graph.node if node.op_type == "Reshape"]
+    targets = list(dict.fromkeys(node.input[1] for node in reshapes if node.input[1] in computed))
     if not targets:
         return model
     probe = onnx.ModelProto()
     probe.CopyFrom(model)
     probe.graph.output.extend(
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, None) for name in dict.fromkeys(targets)
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, None) for name in targets
     )
     session = ort.InferenceSession(probe.SerializeToString(), providers=["CPUExecutionProvider"])
     feed = session.get_inputs()[0].name
     shapes = []
     for batch in (2, 3):
         example = np.zeros((batch, *input_shape(model)[1:]), dtype=np.float32)
-        shapes.append(dict(zip(targets, session.run(list(dict.fromkeys(targets)), {feed: example}), strict=False)))
+        shapes.append(dict(zip(targets, session.run(targets, {feed: example}), strict=True)))
     new = onnx.ModelProto()
     new.CopyFrom(model)
-    for name in dict.fromkeys(targets):
+    for name in targets:
         at2, at3 = (shape[name] for shape in shapes)
         if len(at2) and at2[0] == 2 and at3[0] == 3 and (at2[1:] == at3[1:]).all():
             target = np.concatenate([[0], at2[1:]])

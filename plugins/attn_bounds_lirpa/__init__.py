@@ -6,4 +6,11 @@ from .optimise import optimised_lower_bound
 from .regions import PerturbationTokenBall
 from .swap import swap_attention
 
-__all__ = ["PerturbationTokenBall", "attach", "fuse_attention", "optimised_lower_bound", "repair_softmax", "swap_attention"]
+__all__ = [
+    "PerturbationTokenBall",
+    "attach",
+    "fuse_attention",
+    "optimised_lower_bound",
+    "repair_softmax",
+    "swap_attention",
+]

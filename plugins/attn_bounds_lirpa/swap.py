@@ -116,9 +116,13 @@ class PlainMultihead(PlainSelfAttention):
 
 def _multihead(part: nn.MultiheadAttention, name: str) -> nn.Module:
     if not part.batch_first:
-        raise UnsupportedModelError(f"{name}: MultiheadAttention with batch_first=False; the batch dimension must be first")
+        raise UnsupportedModelError(
+            f"{name}: MultiheadAttention with batch_first=False; the batch dimension must be first"
+        )
     if not part._qkv_same_embed_dim or part.bias_k is not None or part.add_zero_attn:
-        raise UnsupportedModelError(f"{name}: MultiheadAttention with separate key sizes or extra keys is not supported")
+        raise UnsupportedModelError(
+            f"{name}: MultiheadAttention with separate key sizes or extra keys is not supported"
+        )
     weights = part.in_proj_weight.chunk(3)
     biases = part.in_proj_bias.chunk(3) if part.in_proj_bias is not None else [None] * 3
     layers = [_linear(w, b) for w, b in zip(weights, biases, strict=True)]
@@ -145,7 +149,9 @@ def _gpt2(part: nn.Module, name: str) -> nn.Module:
         scale /= part.layer_idx + 1
     weights, biases = part.c_attn.weight.T.chunk(3), part.c_attn.bias.chunk(3)  # their Conv1D keeps (in, out)
     layers = [_linear(w, b) for w, b in zip(weights, biases, strict=True)]
-    return PlainSelfAttention(*layers, _linear(part.c_proj.weight.T, part.c_proj.bias), part.num_heads, scale, causal=True)
+    return PlainSelfAttention(
+        *layers, _linear(part.c_proj.weight.T, part.c_proj.bias), part.num_heads, scale, causal=True
+    )
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
