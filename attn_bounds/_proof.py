@@ -15,8 +15,8 @@ from .problem import HeadProblem
 from .regions import Balls, Boxes
 
 PRECISION = 160  # bits
-NORM_PRECISION = 640
-NORM_POWER = 48  # eigenvalue bounds come from traces of powers 2^48: they lose a factor 1 + 1e-13
+NORM_PRECISION = 420
+NORM_POWER = 44  # eigenvalue bounds come from traces of powers 2^44: they lose a factor 1 + 3e-13
 
 
 def exact_matrix(tensor: torch.Tensor) -> arb_mat:

@@ -286,7 +286,7 @@ def exact_lists(problem: HeadProblem) -> ListMaximum:
     t, choice = _root(inner, start)
     top = int(t.argmax())
     used = values[there.any(0)]
-    unit = 8 * math.sqrt(head.d + head.d_head + len(order)) * EPS
+    unit = (16 + 3 * math.sqrt(head.d + head.d_head + len(order))) * EPS
     largest_token = max(float(torch.linalg.vector_norm(lists[j], dim=-1).max()) for j in order)
     k_size = float(torch.linalg.vector_norm(head.W_K)) * largest_token
     q = queries @ head.W_Q.T + head.b_Q

@@ -151,10 +151,11 @@ class AttentionHead:
         return float(torch.linalg.matrix_norm(fq.T @ fk, ord=2))
 
     @cached_property
-    def norms(self) -> tuple[float, float, float, float]:
-        """Spectral norms of W_Q and W_K, then their Frobenius norms."""
+    def norms(self) -> tuple[float, ...]:
+        """Spectral norms of W_Q and W_K, then Frobenius norms of W_Q, W_K, W_V and W_O (1 where there is none)."""
         spectral = [float(torch.linalg.matrix_norm(w, ord=2)) for w in (self.W_Q, self.W_K)]
-        return (*spectral, *(float(torch.linalg.vector_norm(w)) for w in (self.W_Q, self.W_K)))
+        frobenius = [float(torch.linalg.vector_norm(w)) for w in (self.W_Q, self.W_K, self.W_V)]
+        return (*spectral, *frobenius, 1.0 if self.W_O is None else float(torch.linalg.vector_norm(self.W_O)))
 
     @cached_property
     def own_range(self) -> tuple[float, float]:

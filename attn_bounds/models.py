@@ -185,6 +185,8 @@ def load_model(name: str) -> LoadedModel:
     model.requires_grad_(False)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # an empty one stands in where there is none
+            tokenizer = None
     except Exception:  # a model without a tokenizer is used with token ids
         tokenizer = None
     return LoadedModel(name, model, tokenizer)

@@ -222,8 +222,8 @@ def _rounding(
     query_reach = 0.0 if row is None else float(reach[row])
     key_reach = float(reach[order].max())
     token, query = float(size(z, dim=-1).max()) + key_reach, float(size(zq)) + query_reach
-    unit = 3 * math.sqrt(head.d + head.d_head + problem.n) * EPS
-    root = math.sqrt(head.d_head)
+    unit = (8 + 3 * math.sqrt(head.d + head.d_head + problem.n)) * EPS
+    root, root_v = math.sqrt(head.d_head), math.sqrt(head.W_V.shape[0])
     norm_q, norm_k = abs(head.scale) * head.norms[0], head.norms[1]
     q_norm = float(size(q)) + norm_q * query_reach
     k_norm = float(size(k, dim=-1).max()) + norm_k * key_reach
@@ -231,7 +231,10 @@ def _rounding(
     score = unit * (q_norm * k_norm + q_size * k_norm + head.norms[3] * token / root * q_norm)
     v = z @ u
     value_spread = float(v.max() - v.min()) + 2 * float(size(u)) * key_reach
-    value = unit * (float(size(u)) * token + float(v.abs().max()))
+    # A value is read through W_V, then W_O and the readout: intermediate sizes count, not only the result's.
+    mixed = problem.readout if head.W_O is None else head.W_O.T @ problem.readout
+    outer = float(size(mixed)) + (0.0 if head.W_O is None else float(size(problem.readout)) * head.norms[5] / root_v)
+    value = unit * (outer * (head.norms[4] * token / root_v + float(size(head.b_V))) + float(v.abs().max()))
     return u.new_tensor(score * value_spread + value)
 
 
