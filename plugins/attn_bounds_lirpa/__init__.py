@@ -1,1 +1,8 @@
 """Verifier plug-in: custom auto_LiRPA bound operators for attention."""
+
+from . import compat  # noqa: F401  (repairs an old auto_LiRPA before anything imports it)
+from .fuse import attach, fuse_attention, repair_softmax
+from .optimise import optimised_lower_bound
+from .regions import PerturbationTokenBall
+
+__all__ = ["PerturbationTokenBall", "attach", "fuse_attention", "optimised_lower_bound", "repair_softmax"]

@@ -1,0 +1,193 @@
+"""Bound operators of scaled dot product attention: pairwise score differences, and the softmax-weighted sum of values.
+
+`softmax(scale q k^T + mask) v` is written as two nodes, both with closed bounds of their own:
+
+    d = pairwise differences of the scores, one for every pair of keys     (ScoreDifferences)
+    o = sum_j v_j / sum_k exp(d_jk)                                        (AttentionMix)
+
+The differences are bounded as rows of their own, so what two scores share cancels; the mix is relaxed as a whole,
+knowing the row that is propagated (see `relaxations.weighted_sum_upper`).
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from .base import RelaxedOp
+from .forms import ValueForms
+from .relaxations import attention_interval, weighted_sum_upper
+from .rows import bound_rows, nonzero_groups, value_rows
+
+
+def pair_indices(n_keys: int, device=None) -> tuple[Tensor, Tensor]:
+    """The pairs j < k of keys, as two index tensors of length n_keys (n_keys - 1) / 2."""
+    pairs = torch.triu_indices(n_keys, n_keys, 1, device=device)
+    return pairs[0], pairs[1]
+
+
+def full_differences(lower: Tensor, upper: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
+    """(..., pairs) intervals of s_k - s_j, j < k, as two (..., n_keys, n_keys) tensors with d_kj = -d_jk."""
+    j, k = pair_indices(n_keys, lower.device)
+    full_lower = lower.new_zeros(*lower.shape[:-1], n_keys, n_keys)
+    full_upper = torch.zeros_like(full_lower)
+    index = (..., j, k), (..., k, j)
+    full_lower[index[0]], full_lower[index[1]] = lower, -upper
+    full_upper[index[0]], full_upper[index[1]] = upper, -lower
+    return full_lower, full_upper
+
+
+class BoundScoreDifferences(RelaxedOp):
+    """d[..., i, (j, k)] = scale q_i . (k_k - k_j) + mask_ik - mask_ij for the pairs j < k of keys.
+
+    Inputs q (b, h, n_q, c) and k transposed (b, h, c, n_k). Each product of coordinates is bounded by a mix of the two
+    facets of its envelope, weight rho.
+    """
+
+    def __init__(self, attr=None, inputs=None, output_index=0, options=None, scale=1.0, mask=None):
+        super().__init__(attr, inputs, output_index, options)
+        self.scale = scale
+        self.mask = mask
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        s = self.scale * q.matmul(k)
+        return s if self.mask is None else s + self.mask.to(s)
+
+    def forward(self, q, k):
+        j, other = pair_indices(k.shape[-1], k.device)
+        s = self.scores(q, k)
+        return s[..., other] - s[..., j]
+
+    def interval_propagate(self, *v):
+        (q_lo, q_hi), (k_lo, k_hi) = v[0][:2], v[1][:2]
+        q, dq = (q_lo + q_hi) / 2, (q_hi - q_lo) / 2
+        k, dk = (k_lo + k_hi) / 2, (k_hi - k_lo) / 2
+        j, other = pair_indices(k.shape[-1], k.device)
+        middle = self.scores(q, k)
+        diff = (k[..., other] - k[..., j]).abs()
+        radius = dq.matmul(diff) + (q.abs() + dq).matmul(dk[..., other] + dk[..., j])
+        middle = middle[..., other] - middle[..., j]
+        return middle - abs(self.scale) * radius, middle + abs(self.scale) * radius
+
+    def parameter_shape(self):
+        q, k = self.inputs[0].lower, self.inputs[1].lower
+        return (q.shape[1], q.shape[2], k.shape[3], q.shape[3])
+
+    def default_parameters(self, like):
+        return like.new_full((1, 1, 1, 1, 1), 0.5)
+
+    def upper_rows(self, rows, parameters):
+        q_lo, q_hi = self.inputs[0].lower, self.inputs[0].upper
+        k_lo, k_hi = self.inputs[1].lower.transpose(-1, -2), self.inputs[1].upper.transpose(-1, -2)
+        n_keys = k_lo.shape[-2]
+        j, other = pair_indices(n_keys, rows.device)
+        on_scores = rows.new_zeros(*rows.shape[:-1], n_keys)
+        on_scores.index_add_(-1, other, rows)
+        on_scores.index_add_(-1, j, -rows)
+        bias = 0 if self.mask is None else (on_scores * self.mask.to(rows)).flatten(2).sum(-1)
+        a = on_scores * self.scale  # (s, b, h, i, j)
+        dq, dk = q_hi - q_lo, k_hi - k_lo
+        if parameters.numel() == 1:
+            q, k = (q_lo + q_hi) / 2, (k_lo + k_hi) / 2
+            slope_q, slope_k = a.matmul(k), a.transpose(-1, -2).matmul(q)
+            inner = q.matmul(k.transpose(-1, -2))
+            slack = dq.matmul(dk.transpose(-1, -2)) / 4
+            bias = bias + (a.abs() * slack - a * inner).flatten(2).sum(-1)
+        else:
+            rho = parameters  # (s, b, h, i, j, c)
+            m = q_lo.unsqueeze(-2) + rho * dq.unsqueeze(-2)
+            pos, neg = a.clamp(min=0), a.clamp(max=0)
+            g_pos = k_hi.unsqueeze(-3) - rho * dk.unsqueeze(-3)
+            g_neg = k_lo.unsqueeze(-3) + rho * dk.unsqueeze(-3)
+            slope_k = torch.einsum("sbhij,sbhijc->sbhjc", a, m)
+            slope_q = torch.einsum("sbhij,sbhijc->sbhic", pos, g_pos) + torch.einsum("sbhij,sbhijc->sbhic", neg, g_neg)
+            slack = (rho * (1 - rho) * dq.unsqueeze(-2) * dk.unsqueeze(-3)).sum(-1)
+            inner = pos * (slack - (m * g_pos).sum(-1)) - neg * (slack + (m * g_neg).sum(-1))
+            bias = bias + inner.flatten(2).sum(-1)
+        return (slope_q, slope_k.transpose(-1, -2)), bias
+
+
+class BoundAttentionMix(RelaxedOp):
+    """o_i = sum_j p_ij v_j with p_ij = 1 / sum_k exp(d_ijk); inputs d (b, h, n_q, pairs) and v (b, h, n_k, c)."""
+
+    def __init__(self, attr=None, inputs=None, output_index=0, options=None, network=None, max_rows=4096):
+        super().__init__(attr, inputs, output_index, options)
+        self.network = weakref.ref(network) if network is not None else lambda: None
+        self.max_rows = max_rows
+        self.forms = None
+
+    def forward(self, d, v):
+        n_keys = v.shape[-2]
+        first = torch.zeros(*d.shape[:-1], n_keys, dtype=d.dtype, device=d.device)
+        first[..., 1:] = d[..., : n_keys - 1]  # the pairs (0, k)
+        return torch.softmax(first, -1).matmul(v)
+
+    def interval_propagate(self, *v):
+        (d_lo, d_hi), (v_lo, v_hi) = v[0][:2], v[1][:2]
+        return attention_interval(*full_differences(d_lo, d_hi, v_lo.shape[-2]), v_lo, v_hi)
+
+    def parameter_shape(self):
+        d, v = self.inputs[0].lower, self.inputs[1].lower
+        return (d.shape[1], d.shape[2], v.shape[2], 4)
+
+    def default_parameters(self, like):
+        return like.new_tensor([0.5, 0.0, 0.5, 0.5]).expand(1, 1, 1, 1, 4)
+
+    def clip(self, parameters):
+        parameters[..., 0].clamp_(0, 1)
+        parameters[..., 2:].clamp_(0, 1)
+
+    def upper_rows(self, rows, parameters):
+        v_lo, v_hi = self.inputs[1].lower, self.inputs[1].upper
+        d_lo, d_hi = full_differences(self.inputs[0].lower, self.inputs[0].upper, v_lo.shape[-2])
+        w_lo, w_hi = self.value_range(rows, v_lo, v_hi)
+        rho, shift, theta_lo, theta_hi = parameters.unbind(-1)
+        shift = shift.mean(-1, keepdim=True)
+        a, m, const = weighted_sum_upper(d_lo, d_hi, w_lo, w_hi, rho, shift, theta_lo, theta_hi)
+        j, k = pair_indices(v_lo.shape[-2], rows.device)
+        slope_d = a[..., j, k] - a[..., k, j]
+        slope_v = torch.einsum("sbhij,sbhic->sbhjc", m, rows)
+        return (slope_d, slope_v), const.flatten(2).sum(-1)
+
+    def value_range(self, rows, v_lo, v_hi):
+        """Interval of w_ij = rows_i . v_j, (s, b, h, i, j): the values' range in the propagated direction."""
+        middle, radius = (v_lo + v_hi) / 2, (v_hi - v_lo) / 2
+        centre = rows.matmul(middle.transpose(-1, -2))
+        spread = rows.abs().matmul(radius.transpose(-1, -2))
+        lower, upper = centre - spread, centre + spread
+        network = self.network()
+        groups = nonzero_groups(rows)
+        if network is None or not len(groups):
+            return lower, upper
+        s, h, i = groups.unbind(-1)
+        exact = len(groups) * v_lo.shape[2] <= self.max_rows
+        low, high = (self._by_rows if exact else self._by_forms)(network, rows[s, :, h, i], h)
+        return _put(lower, s, h, i, low, torch.maximum), _put(upper, s, h, i, high, torch.minimum)
+
+    def _by_rows(self, network, directions, heads):
+        n_heads, n_keys = self.inputs[1].lower.shape[1:3]
+        low, high = bound_rows(network, self.inputs[1], value_rows(directions, heads, n_heads, n_keys))
+        return (t.reshape(len(heads), n_keys, -1).transpose(1, 2) for t in (low, high))
+
+    def _by_forms(self, network, directions, heads):
+        value = self.inputs[1]
+        if self.forms is None or not self.forms.fits(network, value):
+            self.forms = ValueForms(network, value)
+        n_heads, n_keys = value.lower.shape[1:3]
+        low = directions.new_zeros(*directions.shape[:2], n_keys)
+        high = torch.zeros_like(low)
+        for head in range(n_heads):
+            chosen = heads == head
+            if chosen.any():
+                for key in range(n_keys):
+                    low[chosen, :, key], high[chosen, :, key] = self.forms.range(directions[chosen], head, key)
+        return low, high
+
+
+def _put(target: Tensor, s, h, i, values: Tensor, better) -> Tensor:
+    """target[s, :, h, i] = better(target[s, :, h, i], values) without changing `target` in place."""
+    new = target.clone()
+    new[s, :, h, i] = better(target[s, :, h, i], values)
+    return new

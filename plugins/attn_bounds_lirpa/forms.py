@@ -1,0 +1,131 @@
+"""Affine forms of a value node in the network's inputs, and the range of many directions of it by composition.
+
+Backward rows for every direction c (see `rows.bound_rows`) are the tightest range of c . v; where there are too many,
+the forms l(x) <= v <= u(x) of the coordinates are computed once and composed: c . v <= c+ . u(x) + c- . l(x). Where v
+is affine in x (the first layer) the composition is exact.
+"""
+
+from __future__ import annotations
+
+import torch
+from auto_LiRPA.perturbations import PerturbationLpNorm
+from torch import Tensor
+
+from .rows import paused
+
+_CHUNK = 1 << 24  # numbers in one block of composed coefficients
+
+
+class ValueForms:
+    """Forms of a node v (b, h, j, c) over a network's perturbed roots, valid for the bounds it was computed with."""
+
+    def __init__(self, network, node):
+        self.key = region_key(network, node)
+        shape = node.output_shape[1:]
+        batch, size = node.lower.shape[0], shape.numel()
+        eye = torch.eye(size, device=node.lower.device, dtype=node.lower.dtype)
+        with paused(network), torch.no_grad():
+            rows = eye.view(1, size, *shape).expand(batch, *([-1] * (1 + len(shape))))
+            lower, upper = network.backward_general(node, rows)
+            lower, upper = lower.reshape(batch, size), upper.reshape(batch, size)
+            self.parts = []
+            for root in network.roots():
+                if getattr(root, "perturbation", None) is None or root.lA is None:
+                    continue
+                part = _Part(root, root.lA.detach(), root.uA.detach())
+                self.parts.append(part)
+                lower = lower - part.concretize(part.lower.flatten(2).transpose(0, 1), -1)
+                upper = upper - part.concretize(part.upper.flatten(2).transpose(0, 1), 1)
+        self.bias = lower.view(batch, *shape), upper.view(batch, *shape)
+        for part in self.parts:
+            part.split(shape)
+
+    def range(self, directions: Tensor, head: int, key: int) -> tuple[Tensor, Tensor]:
+        """Lower and upper bound of directions . v[head, key]; directions (m, b, c), results (m, b)."""
+        step = max(1, _CHUNK // max(1, sum(part.width(head, key) for part in self.parts) * directions.shape[1]))
+        blocks = [self._range(block, head, key) for block in directions.split(step)]
+        return torch.cat([low for low, _ in blocks]), torch.cat([high for _, high in blocks])
+
+    def _range(self, directions, head, key):
+        pos, neg = directions.clamp(min=0), directions.clamp(max=0)
+        low_bias, high_bias = (bias[:, head, key] for bias in self.bias)
+        low = (pos * low_bias + neg * high_bias).sum(-1)
+        high = (pos * high_bias + neg * low_bias).sum(-1)
+        for part in self.parts:
+            a_low, a_high = part.compose(directions, pos, neg, head, key)
+            low = low + part.concretize(a_low, -1, head, key).transpose(0, 1)
+            high = high + part.concretize(a_high, 1, head, key).transpose(0, 1)
+        return low, high
+
+    def fits(self, network, node) -> bool:
+        """Whether the forms were computed with the bounds that the network has now."""
+        now = region_key(network, node)
+        return len(now) == len(self.key) and all(
+            a.shape == b.shape and torch.equal(a, b) for a, b in zip(now, self.key, strict=True)
+        )
+
+
+def region_key(network, node) -> list[Tensor]:
+    """Every bound that forms of `node` rest on: those of all nodes before it, the inputs' included."""
+    seen, todo, key = set(), [node], []
+    while todo:
+        current = todo.pop()
+        if current.name in seen or not current.perturbed:
+            continue
+        seen.add(current.name)
+        todo.extend(current.inputs)
+        for bound in (current.lower, current.upper):
+            if isinstance(bound, Tensor):
+                key.append(bound.detach().clone())
+    return key
+
+
+class _Part:
+    """The coefficients on one root."""
+
+    def __init__(self, root, lower: Tensor, upper: Tensor):
+        self.root, self.lower, self.upper = root, lower, upper
+        self.exact = torch.equal(lower, upper)
+        self.columns: dict[tuple[int, int], Tensor | None] = {}
+        perturbation = root.perturbation
+        constrained = getattr(perturbation, "constraints", None) is not None
+        self.box = type(perturbation) is PerturbationLpNorm and perturbation.norm == float("inf") and not constrained
+
+    def split(self, shape) -> None:
+        """Arrange the coefficients as (h, j, b, c, inputs) and find, for boxes, the inputs that each key reads."""
+        lower, upper = (t.flatten(2).view(*shape, t.shape[1], -1).transpose(2, 3) for t in (self.lower, self.upper))
+        self.middle = ((self.root.lower + self.root.upper) / 2).flatten(1)
+        self.radius = ((self.root.upper - self.root.lower) / 2).flatten(1)
+        self.blocks = {}
+        for head in range(shape[0]):
+            for key in range(shape[1]):
+                low, high = lower[head, key], upper[head, key]
+                if self.box:
+                    used = ((low != 0) | (high != 0)).any(0).any(0).nonzero().squeeze(-1)
+                    low, high = low[..., used], high[..., used]
+                    self.columns[head, key] = used
+                self.blocks[head, key] = low, high
+        self.lower = self.upper = None
+
+    def width(self, head, key) -> int:
+        return self.blocks[head, key][0].shape[-1]
+
+    def compose(self, directions, pos, neg, head, key):
+        """Coefficients (b, m, inputs) of the lower and the upper form of each direction."""
+        low, high = self.blocks[head, key]
+        if self.exact:
+            both = torch.einsum("mbc,bcx->bmx", directions, low)
+            return both, both
+        return (
+            torch.einsum("mbc,bcx->bmx", pos, low) + torch.einsum("mbc,bcx->bmx", neg, high),
+            torch.einsum("mbc,bcx->bmx", pos, high) + torch.einsum("mbc,bcx->bmx", neg, low),
+        )
+
+    def concretize(self, a: Tensor, sign: int, head=None, key=None) -> Tensor:
+        """Extreme value of a . x over the root's region; a (b, m, inputs), result (b, m)."""
+        if self.box and head is not None:
+            used = self.columns[head, key]
+            centre = torch.einsum("bmx,bx->bm", a, self.middle[:, used])
+            return centre + sign * torch.einsum("bmx,bx->bm", a.abs(), self.radius[:, used])
+        bound = self.root.perturbation.concretize(self.root.center, a, sign=sign, aux=self.root.aux)
+        return bound.reshape(a.shape[0], a.shape[1])

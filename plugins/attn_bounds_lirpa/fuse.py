@@ -1,0 +1,119 @@
+"""Find attention in a converted graph and put the operators of this package in its place."""
+
+from __future__ import annotations
+
+import torch
+
+from .attention import BoundAttentionMix, BoundScoreDifferences
+from .patch_conv import use_patch_convolutions
+from .softmax import BoundRepairedSoftmax
+
+
+def fuse_attention(network, max_rows: int = 4096) -> dict:
+    """Replace every MatMul -> scale -> mask -> Softmax -> MatMul of `network` (a BoundedModule) by two attention nodes.
+
+    Returns {"fused": [names of the softmax nodes], "skipped": {name: why not}}.
+    """
+    report = {"fused": [], "skipped": {}}
+    for softmax in [
+        node for node in network.nodes() if type(node).__name__ in ("BoundSoftmax", "BoundRepairedSoftmax")
+    ]:
+        match = _match(network, softmax)
+        if isinstance(match, str):
+            report["skipped"][softmax.name] = match
+        else:
+            _replace(network, softmax, max_rows=max_rows, **match)
+            report["fused"].append(softmax.name)
+    return report
+
+
+def repair_softmax(network) -> list[str]:
+    """Replace every softmax of `network` by a sound one that cannot return NaN; returns the names of the new nodes."""
+    names = []
+    for old in [node for node in network.nodes() if type(node).__name__ == "BoundSoftmax"]:
+        new = BoundRepairedSoftmax(
+            {**old.attr, "axis": old.axis, "device": old.device}, list(old.inputs), 0, old.options
+        )
+        _place(network, new, f"{old.name}/repaired", old)
+        network.replace_node(old, new)
+        names.append(new.name)
+    return names
+
+
+def _place(network, node, name: str, like, shape=None) -> None:
+    """Enter a new node into the graph with what auto_LiRPA expects to find on it."""
+    node.name, node.batch_dim, node.from_input = name, 0, True
+    node.output_shape = like.output_shape if shape is None else shape
+    node.perturbed, node.used = like.perturbed, like.used
+    network.add_nodes([node])
+
+
+def _match(network, softmax):
+    """The pieces around a softmax node, or a line that says why they are not an attention core."""
+    users = [network[name] for name in softmax.output_name]
+    if len(users) != 1 or type(users[0]).__name__ != "BoundMatMul" or users[0].inputs[0] is not softmax:
+        return "its result is not the left factor of one MatMul"
+    if softmax.axis not in (-1, len(softmax.output_shape) - 1):
+        return f"softmax over axis {softmax.axis}, not the last"
+    scale, mask, node, inner = 1.0, None, softmax.inputs[0], []
+    while type(node).__name__ != "BoundMatMul":
+        inner.append(node)
+        if len(node.output_name) != 1:
+            return f"{node.name} is used elsewhere too"
+        kind = type(node).__name__
+        constant = _constant_operand(network, node)
+        if kind == "BoundMul" and constant is not None and constant[1].numel() == 1:
+            scale, mask = scale * constant[1].item(), mask
+        elif kind == "BoundDiv" and constant is not None and constant[0] == 1 and constant[1].numel() == 1:
+            scale = scale / constant[1].item()
+        elif kind == "BoundAdd" and constant is not None:
+            added = constant[1] * scale
+            mask = added if mask is None else mask + added
+        elif kind not in ("BoundMul", "BoundDiv", "BoundAdd"):
+            return f"{kind} {node.name} between the scores and the softmax is not a scale or an added mask"
+        else:
+            return f"{kind} {node.name} has no constant operand"
+        node = node.inputs[1 - constant[0]]
+    if len(node.output_name) != 1:
+        return f"the scores {node.name} are used elsewhere too"
+    q, k, v = node.inputs[0], node.inputs[1], users[0].inputs[1]
+    shapes = [tuple(x.output_shape) for x in (q, k, v)]
+    if any(len(shape) != 4 for shape in shapes):
+        return f"q, k, v have shapes {shapes}; expected four dimensions (batch, head, token, feature)"
+    if len({shape[1] for shape in shapes}) != 1:
+        return f"q, k, v have shapes {shapes}: grouped heads are not supported"
+    return {"scores": node, "between": inner, "output": users[0], "scale": scale, "mask": mask}
+
+
+def _constant_operand(network, node):
+    """(index, value) of the operand of a binary node that does not depend on the input, or None."""
+    for index, operand in enumerate(node.inputs):
+        if not operand.from_input and len(node.inputs) == 2:
+            return index, network.get_forward_value(operand).detach()
+    return None
+
+
+def _replace(network, softmax, scores, between, output, scale, mask, max_rows):
+    device = softmax.device
+    options = softmax.options
+    differences = BoundScoreDifferences(
+        {"device": device}, [scores.inputs[0], scores.inputs[1]], 0, options, scale, mask
+    )
+    mix = BoundAttentionMix({"device": device}, [differences, output.inputs[1]], 0, options, network, max_rows)
+    batch, heads, n_q, _ = scores.inputs[0].output_shape
+    n_k = scores.inputs[1].output_shape[-1]
+    shapes = torch.Size((batch, heads, n_q, n_k * (n_k - 1) // 2)), output.output_shape
+    _place(network, differences, f"{softmax.name}/differences", softmax, shapes[0])
+    _place(network, mix, f"{softmax.name}/mix", softmax, shapes[1])
+    network.replace_node(output, mix)
+    for node in (softmax, *between, scores):
+        network.delete_node(node)
+
+
+def attach(network, max_rows: int = 4096) -> dict:
+    """The sensible whole: fuse attention, repair every softmax that is left, and speed up patch embeddings.
+
+    Returns {"fused": [...], "skipped": {name: why}, "repaired": [...], "patches": [...]}.
+    """
+    report = fuse_attention(network, max_rows=max_rows)
+    return {**report, "repaired": repair_softmax(network), "patches": use_patch_convolutions(network)}
