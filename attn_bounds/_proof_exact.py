@@ -8,6 +8,8 @@ m s + c - t = -m. So any choice of slopes and segments proves a bound; float64 i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from flint import arb, arb_mat
@@ -45,7 +47,7 @@ def _key_term(facts: Facts, place: int, t: arb, shift: arb) -> arb:
             return sum((x * abs(u - m * a) for x, u, a in zip(h, facts.u, facts.a, strict=True)), arb(0))
 
         def contacts() -> list[Contact]:
-            return _zonotope(float(s0), float(v0), *_floats(h, facts.a, facts.u), float(t))
+            return _zonotope(float(s0), float(v0), (h, facts.a, facts.u), float(t))
 
     low, high = (s0 - s_reach).lower(), (s0 + s_reach).upper()
     top = (v0 + v_reach - t).upper()
@@ -55,7 +57,7 @@ def _key_term(facts: Facts, place: int, t: arb, shift: arb) -> arb:
     lines = contacts()
     if not lines:
         return crude
-    cuts = [arb(_crossing(x, y)) for x, y in zip(lines, lines[1:], strict=False)]
+    cuts = [arb(_crossing(x, y)) for x, y in pairwise(lines)]
     edges = [low, *cuts, high]
     bound: arb | None = None
     for (_, _, slope), left, right in zip(lines, edges[:-1], edges[1:], strict=True):
@@ -86,7 +88,7 @@ def _crossing(x: Contact, y: Contact) -> float:
     return min(max(cut, s1), s2) if math.isfinite(cut) else (s1 + s2) / 2
 
 
-def _floats(*lists: list[arb]) -> list[torch.Tensor]:
+def _floats(lists: Sequence[list[arb]]) -> list[torch.Tensor]:
     return [torch.tensor([float(x) for x in g], dtype=torch.float64) for g in lists]
 
 
@@ -114,7 +116,8 @@ def _ellipse(s0: float, v0: float, alpha: float, beta: float, cosine: float, t: 
         grid = sorted({k * math.pi / 96 for k in range(1, 96)} | set(fine) | {math.pi - f for f in fine} | {phi})
         size = [s0 + alpha * math.cos(g) + math.log(max(t - v0 - beta * math.cos(g - phi), 1e-300)) for g in grid]
         basins = [
-            i for i in range(len(grid))
+            i
+            for i in range(len(grid))
             if (i == 0 or size[i] <= size[i - 1]) and (i + 1 == len(grid) or size[i] <= size[i + 1])
         ]
         angles = list(grid)
@@ -131,11 +134,10 @@ def _ellipse(s0: float, v0: float, alpha: float, beta: float, cosine: float, t: 
     return out
 
 
-def _zonotope(
-    s0: float, v0: float, h: torch.Tensor, a: torch.Tensor, u: torch.Tensor, t: float
-) -> list[Contact]:
+def _zonotope(s0: float, v0: float, terms: Sequence[list[arb]], t: float) -> list[Contact]:
     """Contacts on the edges of the upper chain: one where v exceeds t somewhere, else the edges, thinned far from
     the vertices where s + log(t - v) is least."""
+    h, a, u = _floats(terms)
     p, q = h * a.abs(), h * u * torch.where(a >= 0, 1.0, -1.0)
     live = p > 0
     start = v0 + float((h * u.abs())[~live].sum()) - float(q[live].sum())
@@ -182,9 +184,9 @@ def list_terms(problem: HeadProblem, t: arb) -> list[arb]:
         scored = []
         for j, keys, values in blocks:
             pick = [i] if j == problem.query_index and row is not None else range(keys.nrows())
-            scored.append([
-                (dot(q, [keys[r, c] for c in range(keys.ncols())]), values[r] + facts.v_const - t) for r in pick
-            ])
+            scored.append(
+                [(dot(q, [keys[r, c] for c in range(keys.ncols())]), values[r] + facts.v_const - t) for r in pick]
+            )
         shift = max((s for key in scored for s, _ in key), key=float).mid()
         total = arb(0)
         for key in scored:

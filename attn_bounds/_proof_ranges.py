@@ -21,7 +21,11 @@ class ProvedRanges:
         # Any weights that sum to 1 may be used to subtract a common function of the query.
         p = [(w / total).mid() for w in weights]
         p[-1] = 1 - sum(p[:-1], arb(0))
-        common = [sum((p[j] * facts.b[j][i] for j in range(n)), arb(0)) for i in range(problem.head.d)] if row is not None else []
+        common = (
+            [sum((p[j] * facts.b[j][i] for j in range(n)), arb(0)) for i in range(problem.head.d)]
+            if row is not None
+            else []
+        )
         self.s_low, self.s_high, self.v_high = [], [], []
         for place, j in enumerate(facts.order):
             mine = own and place == n - 1
@@ -97,7 +101,9 @@ def vertex_sum(r: ProvedRanges, t: arb) -> arb:
     """sum_j max over the score's range of e^{s_j} (v_high_j - t), up to a positive factor: t is a bound iff <= 0."""
     shift = max(r.s_high, key=float).mid()
     return sum(
-        (larger((lo - shift).exp() * (v - t), (hi - shift).exp() * (v - t))
-         for lo, hi, v in zip(r.s_low, r.s_high, r.v_high, strict=True)),
+        (
+            larger((lo - shift).exp() * (v - t), (hi - shift).exp() * (v - t))
+            for lo, hi, v in zip(r.s_low, r.s_high, r.v_high, strict=True)
+        ),
         arb(0),
     )

@@ -91,7 +91,8 @@ class AttentionHead:
         if torch.device(device) == self.device:
             return self
         weights = (self.W_Q, self.W_K, self.W_V, self.W_O, self.b_Q, self.b_K, self.b_V)
-        return AttentionHead(*(None if w is None else w.to(device) for w in weights), scale=self.scale)
+        q, k, v, o, b_q, b_k, b_v = (None if w is None else w.to(device) for w in weights)
+        return AttentionHead(q, k, v, o, b_q, b_k, b_v, self.scale)
 
     def forward(self, tokens: Any, query: Any, keys: Any = None) -> torch.Tensor:
         """Compute the head's output at one query.
@@ -196,4 +197,3 @@ class AttentionHead:
 
     def __repr__(self) -> str:
         return f"AttentionHead(d={self.d}, d_head={self.d_head}, d_out={self.d_out}, scale={self.scale:g})"
-

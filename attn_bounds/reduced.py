@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -28,7 +28,7 @@ EPS = 2.0**-53
 
 @dataclass(frozen=True)
 class Reduced:
-    """A batch of B problems alike in shape: n keys (own key last), m key coordinates, k query coordinates (0: fixed)."""
+    """A batch of B alike problems: n keys (own key last), m key coordinates, k query coordinates (0: fixed)."""
 
     kind: Literal["ball", "box"]
     own: bool  # the last key is the moving query's own token
@@ -69,10 +69,9 @@ class Reduced:
 
     def __getitem__(self, index: torch.Tensor | slice) -> Reduced:
         """The batch restricted to some problems."""
-        return Reduced(**{
-            f.name: value[index] if isinstance(value := getattr(self, f.name), torch.Tensor) else value
-            for f in fields(self)
-        })
+        parts: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        taken: dict[str, Any] = {k: v[index] if isinstance(v, torch.Tensor) else v for k, v in parts.items()}
+        return Reduced(**taken)
 
     def scores_values(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute scores and values (B, *, n) at displacements x (B, *, n - own, m) and y (B, *, k)."""
@@ -106,7 +105,8 @@ def reduce(problems: Sequence[HeadProblem]) -> Reduced:
     pieces = [_piece(problem) for problem in problems]
     first = pieces[0]
     stacked = {
-        name: torch.stack([piece[name] for piece in pieces]) for name, value in first.items()
+        name: torch.stack([piece[name] for piece in pieces])
+        for name, value in first.items()
         if isinstance(value, torch.Tensor)
     }
     kind: Literal["ball", "box"] = "ball" if isinstance(problems[0].placed, Balls) else "box"

@@ -65,7 +65,9 @@ KINDS = list(itertools.product(("ball", "box"), (True, False), (False, True), (F
 def kind_name(kind: tuple) -> str:
     """A readable test id."""
     region, moves, cross, masked = kind
-    return "-".join([region, "moves" if moves else "fixed", *(["cross"] if cross else []), *(["masked"] if masked else [])])
+    return "-".join(
+        [region, "moves" if moves else "fixed", *(["cross"] if cross else []), *(["masked"] if masked else [])]
+    )
 
 
 def sample_values(problem: ab.HeadProblem, rng: np.random.Generator, count: int = 2000) -> torch.Tensor:

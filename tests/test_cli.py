@@ -13,7 +13,17 @@ import pytest
 
 from attn_bounds.cli import main
 
-SWEEP = ["--token-ids", "1,2,3,4", "--queries", "1,3", "--radii", ".001,.1", "--methods", "exact,vertex", "--no-progress"]
+SWEEP = [
+    "--token-ids",
+    "1,2,3,4",
+    "--queries",
+    "1,3",
+    "--radii",
+    ".001,.1",
+    "--methods",
+    "exact,vertex",
+    "--no-progress",
+]
 
 
 def run(capsys, *args: str) -> tuple[int, str, str]:
@@ -124,7 +134,9 @@ def test_a_table_cut_anywhere_resumes_to_the_same(capsys, tmp_path, tiny_gpt2, c
 
 def test_a_killed_sweep_resumes_to_the_same(tmp_path, tiny_gpt2):
     more = ["--radii", ",".join(str(0.001 * k) for k in range(1, 60)), "--queries", "1,2,3"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    }
 
     def command(folder: str, *extra: str) -> list[str]:
         return [sys.executable, "-m", "attn_bounds.cli", *sweep(tmp_path / folder, tiny_gpt2, *more, *extra)]

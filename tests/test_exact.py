@@ -36,7 +36,9 @@ def fine_grid_maximum(problem: ab.HeadProblem, points: int = 40_000) -> float:
 
 def test_ball_agrees_with_a_fine_grid(rng):
     for _ in range(40):
-        problem = random_problem(rng, "ball", False, sharp=10 ** rng.uniform(-1, 0.7), radius=10 ** rng.uniform(-3, 0.3))
+        problem = random_problem(
+            rng, "ball", False, sharp=10 ** rng.uniform(-1, 0.7), radius=10 ** rng.uniform(-3, 0.3)
+        )
         c = ab.certify(problem, "exact")
         grid = fine_grid_maximum(problem)
         assert grid <= c.upper
@@ -82,7 +84,12 @@ def zonotope_maximum(problem: ab.HeadProblem) -> float:
 def test_box_agrees_with_vertices_and_edges(rng):
     for _ in range(25):
         problem = random_problem(
-            rng, "box", False, d=int(rng.integers(1, 5)), sharp=10 ** rng.uniform(-1, 0.7), radius=10 ** rng.uniform(-2, 0.3)
+            rng,
+            "box",
+            False,
+            d=int(rng.integers(1, 5)),
+            sharp=10 ** rng.uniform(-1, 0.7),
+            radius=10 ** rng.uniform(-2, 0.3),
         )
         c = ab.certify(problem, "exact")
         tried = zonotope_maximum(problem)

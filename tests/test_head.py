@@ -99,7 +99,12 @@ def test_multihead_attention_heads_sum_to_the_module(bias):
 @pytest.mark.parametrize("kind", [(LlamaConfig, LlamaModel), (MistralConfig, MistralModel)])
 def test_grouped_heads_are_refused(loader, kind):
     config = kind[0](
-        hidden_size=12, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, intermediate_size=8, vocab_size=9
+        hidden_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=8,
+        vocab_size=9,
     )
     with pytest.raises(ab.errors.UnsupportedModelError, match="grouped key/value heads"):
         loader(kind[1](config), 0, 0)

@@ -24,7 +24,9 @@ def test_python_blocks_run():
 def test_commands_run(tmp_path, monkeypatch, minilm, capsys):
     monkeypatch.chdir(tmp_path)
     Path("prompts.txt").write_text("The quick brown fox\nA loose answer is useless\n")
-    commands = [line for block in blocks("bash") for line in block.strip().splitlines() if line.startswith("attn-bounds")]
+    commands = [
+        line for block in blocks("bash") for line in block.strip().splitlines() if line.startswith("attn-bounds")
+    ]
     assert commands
     for command in commands:
         assert main(shlex.split(command)[1:]) == 0, command
