@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     violated: Counter = Counter()
     for name, reduced in random_batches(rng, options.count):
         attained = ascend(reduced, starts=8, seed=int(rng.integers(1 << 30)))[2]
-        upper = lagrangian(reduced).upper
+        upper = lagrangian(reduced, max_pieces=int(rng.choice([1, 1, 4]))).upper
         tried[name] += reduced.size
         bounded[name] += int(torch.isfinite(upper).sum())
         bad = upper < attained

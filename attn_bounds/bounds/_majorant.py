@@ -153,7 +153,7 @@ def _bilinear_ranges(
         zero = torch.zeros_like(centre.p)
         infinite = torch.full_like(zero, torch.inf)
         return (zero, zero), (-infinite, infinite)
-    most = _bilinear_reach(red, rx, ry)  # (B, n): |y.M x| over the region
+    most = bilinear_reach(red, rx, ry)  # (B, n): |y.M x| over the region
     K = red.n - red.own
     x, y = centre.x, centre.y
     m_y = torch.einsum("bhm,bh->bm", red.fk, torch.einsum("bhk,bk->bh", red.fq, y))  # M^T y*
@@ -186,7 +186,7 @@ def _bilinear_ranges(
     return (low, high), (-size - moved, size - moved)
 
 
-def _bilinear_reach(red: Reduced, rx: torch.Tensor, ry: torch.Tensor) -> torch.Tensor:
+def bilinear_reach(red: Reduced, rx: torch.Tensor, ry: torch.Tensor) -> torch.Tensor:
     """Bound (B, n) of |y.M x| over the region: spectral norm times lengths, or entry by entry where that is smaller."""
     length_q = reach_of_length(ry, red.kind)
     most = red.norm[:, None] * reach_of_length(rx, red.kind) * length_q[:, None]
@@ -291,11 +291,11 @@ def constants(centre: Centre, shift: torch.Tensor, bounds: Ranges) -> Constants:
     if red.own:
         e_query = torch.cat([e_query[:, :K], e_query[:, K:] + red.own_u[:, None]], 1)
     weight = p * most
-    e1, left, slack = _split(e_key, centre.x, rx)
+    e1, left, slack = split(e_key, centre.x, rx)
     charge = weight[:, :K, None] * e1
     cost = (weight[:, :K] * slack).sum(1)
     low, high = _widen(low, high, left, centre.x, rx, K)
-    e1, left, slack = _split(e_query, centre.y[:, None], ry[:, None])
+    e1, left, slack = split(e_query, centre.y[:, None], ry[:, None])
     cost = cost + (weight * slack).sum(1)
     low, high = _widen(low, high, left, centre.y[:, None], ry[:, None], red.n)
     spare = torch.where(most > 0, (high - low) / 2, torch.zeros_like(low))
@@ -308,7 +308,7 @@ def _widen(low, high, vector, at, radius, count):  # type: ignore[no-untyped-def
     return low + torch.cat([-size - here, zero], 1), high + torch.cat([size - here, zero], 1)
 
 
-def _split(e: torch.Tensor, at: torch.Tensor, radius: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def split(e: torch.Tensor, at: torch.Tensor, radius: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Charge c >= 0 along the normals with |(e - left).d| <= -c'.d + slack; and left.
 
     Returns (the vector c', left, slack).
