@@ -32,10 +32,17 @@ def _tensor(name: str, value: ArrayLike) -> Tensor:
     return out
 
 
-def matrix(name: str, value: ArrayLike, *, min_rows: int = 1, columns: int | None = None) -> Tensor:
+# Products of a few entries must neither overflow nor vanish: attention cubes its inputs, its Gram takes six powers.
+_LARGEST = 1e50
+
+
+def matrix(
+    name: str, value: ArrayLike, *, min_rows: int = 1, columns: int | None = None, any_scale: bool = False
+) -> Tensor:
     """Return `value` as a finite float64 tensor (n, d), on the device it came from; integers and float32 are converted.
 
-    Raises ShapeError (not 2-D, fewer than `min_rows` rows, wrong number of columns), NotFiniteError, ArgumentError.
+    Raises ShapeError (not 2-D, fewer than `min_rows` rows, wrong number of columns), NotFiniteError, ArgumentError
+    (no numbers, or, without `any_scale`, of a size whose powers float64 cannot hold).
     """
     out = _tensor(name, value)
     if out.ndim != 2:
@@ -46,6 +53,11 @@ def matrix(name: str, value: ArrayLike, *, min_rows: int = 1, columns: int | Non
         raise ShapeError(f"{name}: expected at least 1 column, got 0")
     if columns is not None and out.shape[1] != columns:
         raise ShapeError(f"{name}: expected {columns} columns, got {out.shape[1]}")
+    size = float(out.detach().abs().max())
+    if not any_scale and size > 0 and not 1 / _LARGEST <= size <= _LARGEST:
+        raise ArgumentError(
+            f"{name}: expected a largest entry of size {1 / _LARGEST:g} to {_LARGEST:g}, got {size:g}; rescale the data"
+        )
     return out
 
 
@@ -66,10 +78,21 @@ def like(reference: ArrayLike, value: Tensor) -> Any:
 
 def positive(name: str, value: float, *, zero: bool = False) -> float:
     """Return `value` as a float if it is finite and > 0 (>= 0 with `zero`); ArgumentError otherwise."""
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{name}: expected a number, got {value!r}") from error
     if not np.isfinite(number) or number < 0 or (number == 0 and not zero):
         raise ArgumentError(f"{name}: expected a finite number {'>= 0' if zero else '> 0'}, got {value!r}")
     return number
+
+
+def whole(name: str, value: int, least: int = 1, most: int | None = None) -> int:
+    """Return `value` if it is an integer >= least (and <= most); ArgumentError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least or (most and value > most):
+        span = f">= {least}" if most is None else f"in {least}..{most}"
+        raise ArgumentError(f"{name}: expected an integer {span}, got {value!r}")
+    return int(value)
 
 
 def choice(name: str, value: str, allowed: tuple[str, ...]) -> str:

@@ -11,7 +11,7 @@ from sklearn.exceptions import NotFittedError
 from torch import Tensor
 
 from attn_bounds.errors import ArgumentError
-from attn_bounds.ntk._arrays import ArrayLike, choice, like, matrix, positive
+from attn_bounds.ntk._arrays import ArrayLike, choice, like, matrix, positive, whole
 
 _SCALES = ("none", "samples", "trace")
 
@@ -117,10 +117,9 @@ class LinearizedAttention(TransformerMixin, BaseEstimator):
                 return C
             if self.power == 0:
                 return torch.eye(d, dtype=C.dtype, device=C.device)
-        if self.rank is not None and not 1 <= self.rank <= d:
-            raise ArgumentError(f"rank: expected an integer in 1..{d} (the number of features), got {self.rank!r}")
+        rank = None if self.rank is None else whole("rank", self.rank, 1, d)
         clip = None if self.clip is None else positive("clip", self.clip)
-        rank, power = self.rank, float(self.power)
+        power = float(self.power)
 
         def g(w: Tensor) -> tuple[Tensor, Tensor]:
             support = w > 1e-12 * w.max()

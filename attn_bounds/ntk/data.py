@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_bounds.errors import ArgumentError, MissingDependencyError, ModelLoadError
-from attn_bounds.ntk._arrays import ArrayLike, matrix
+from attn_bounds.ntk._arrays import ArrayLike, matrix, whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,15 +79,20 @@ def encode_labels(y: Tensor, classes: int) -> Tensor:
 
 def from_arrays(X: ArrayLike, y: ArrayLike, name: str = "data") -> Dataset:
     """Build a Dataset from arrays: X (n, ...) is flattened; y (n,) may hold any labels, at least two different ones."""
-    array = X if isinstance(X, Tensor) else np.asarray(X)
-    data = matrix("X", array.reshape(len(array), -1) if array.ndim > 1 else array, min_rows=2)
-    labels, index = np.unique(np.asarray(y.cpu() if isinstance(y, Tensor) else y).reshape(-1), return_inverse=True)
+    try:
+        array = X if isinstance(X, Tensor) else np.asarray(X)
+        names = np.asarray(y.cpu() if isinstance(y, Tensor) else y).reshape(-1)
+    except ValueError as error:
+        raise ArgumentError(f"X, y: expected rows of equal length, got a ragged list ({error})") from error
+    flat = array.reshape(len(array), -1) if array.ndim > 2 and len(array) else array
+    data = matrix("X", flat, min_rows=2)
+    labels, index = np.unique(names, return_inverse=True)
     if len(index) != len(data):
         raise ArgumentError(f"y: expected one label for each of {len(data)} examples, got {len(index)}")
     if labels.dtype.kind == "f" and not np.isfinite(labels).all():
         raise ArgumentError("y: expected class labels, got NaN or infinity")
     if len(labels) < 2:
-        raise ArgumentError(f"y: expected labels of at least two classes, got only {labels[0]!r}")
+        raise ArgumentError(f"y: expected labels of at least two classes, got only {labels[0]}")
     if len(labels) == len(data) > 20:
         raise ArgumentError(f"y: expected class labels, got {len(labels)} different values for as many examples")
     return Dataset(name, data, torch.as_tensor(index).to(data.device), tuple(str(v) for v in labels))
@@ -103,6 +108,8 @@ def load_data(source: str | Path, *, limit: int | None = None, image_size: int =
     Append ":3,8" to keep these classes only. limit: at most this many examples, drawn at random with `seed`.
     Errors: ModelLoadError (nothing there, or not readable), MissingDependencyError (torchvision), ArgumentError.
     """
+    if limit is not None:
+        whole("limit", limit, 2)
     text, _, classes = str(source).partition(":") if not Path(str(source)).exists() else (str(source), "", "")
     if text == "digits":
         from sklearn.datasets import load_digits

@@ -81,6 +81,12 @@ def empirical_ntk(
         raise ShapeError(f"x2: expected rows of shape {tuple(x1.shape[1:])}, got {tuple(second.shape[1:])}")
     if len(x1) == 0 or len(second) == 0:
         raise ShapeError("x1, x2: expected at least one row each")
+    dtype = next(iter(params.values())).dtype
+    for name, x in (("x1", x1), ("x2", second)):
+        if x.is_floating_point() and x.dtype != dtype:  # integers may be token indices, which a module embeds
+            raise ArgumentError(
+                f"{name}: expected {dtype} like the parameters, got {x.dtype}; convert it or the module"
+            )
     size = sum(p.numel() for p in params.values())
     with torch.no_grad():
         outputs = f(params, x1[:1]).numel()

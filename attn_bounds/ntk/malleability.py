@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_bounds.errors import ArgumentError, NotFiniteError, ShapeError
-from attn_bounds.ntk._arrays import choice, positive
+from attn_bounds.ntk._arrays import ArrayLike, choice, positive, whole
 from attn_bounds.ntk.data import Split
 from attn_bounds.ntk.influence import RidgeInfluence
 from attn_bounds.ntk.ridge import Ridge, decide
@@ -42,8 +42,9 @@ class Attack:
         positive("epsilon", self.epsilon)
         choice("norm", self.norm, ("linf", "l2"))
         choice("objective", self.objective, ("refit", "fixed"))
-        if self.steps < 1:
-            raise ArgumentError(f"steps: expected an integer >= 1, got {self.steps!r}")
+        whole("steps", self.steps)
+        if self.bounds is not None and not self.bounds[0] < self.bounds[1]:
+            raise ArgumentError(f"bounds: expected (low, high) with low < high, got {self.bounds!r}")
 
     def project(self, X: Tensor, D: Tensor) -> Tensor:
         """Return D (n, d) brought back into the ball, and X + D into the bounds."""
@@ -106,7 +107,7 @@ def attack_inputs(kernel: Any, X: Tensor, Y: Tensor, ridge: float, attack: Attac
     return X + D.detach()
 
 
-def flip_rate(before: Tensor, after: Tensor, *, fraction: float = 0.1) -> float:
+def flip_rate(before: ArrayLike, after: ArrayLike, *, fraction: float = 0.1) -> float:
     """Share of the most influential training points whose influence changes sign.
 
     before, after (train, ...): for every column the `fraction` of the training points (at least one) with the largest
@@ -119,7 +120,7 @@ def flip_rate(before: Tensor, after: Tensor, *, fraction: float = 0.1) -> float:
     return float((a.gather(0, top).sign() != b.gather(0, top).sign()).double().mean())
 
 
-def rank_correlation(before: Tensor, after: Tensor) -> float:
+def rank_correlation(before: ArrayLike, after: ArrayLike) -> float:
     """Spearman correlation over training points, averaged over columns (NaN if influence is constant)."""
     a, b = _columns(before, after)
     ranks = [x.argsort(dim=0).argsort(dim=0).double() for x in (a, b)]
@@ -129,7 +130,8 @@ def rank_correlation(before: Tensor, after: Tensor) -> float:
     return float(((ra * rb).sum(0) / (ra.norm(dim=0) * rb.norm(dim=0))).mean())
 
 
-def _columns(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+def _columns(before: ArrayLike, after: ArrayLike) -> tuple[Tensor, Tensor]:
+    before, after = torch.as_tensor(before), torch.as_tensor(after)
     if before.shape != after.shape or before.ndim < 2:
         raise ShapeError(f"before, after: expected equal shapes (train, test, ...), got {before.shape}, {after.shape}")
     if not bool(torch.isfinite(before).all() and torch.isfinite(after).all()):

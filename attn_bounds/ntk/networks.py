@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attn_bounds.errors import ArgumentError
-from attn_bounds.ntk._arrays import positive
+from attn_bounds.ntk._arrays import positive, whole
 
 
 @dataclasses.dataclass
@@ -26,8 +26,7 @@ class TwoLayerReLU:
         cls, width: int, inputs: int, outputs: int = 1, *, seed: int = 0, covariance: Tensor | None = None
     ) -> TwoLayerReLU:
         """Draw w_r ~ N(0, covariance) (identity by default) and random signs."""
-        if width < 1:
-            raise ArgumentError(f"width: expected an integer >= 1, got {width!r}")
+        whole("width", width)
         generator = torch.Generator().manual_seed(seed)
         W = torch.randn(width, inputs, generator=generator, dtype=torch.float64)
         signs = torch.randint(0, 2, (width, outputs), generator=generator).to(torch.float64) * 2 - 1
@@ -62,19 +61,24 @@ def train_network(
     steps: int,
     learning_rate: float,
     clip: float | None = None,
+    momentum: float = 0.0,
     at: tuple[int, ...] = (),
 ) -> tuple[TwoLayerReLU, list[TwoLayerReLU]]:
     """Run full-batch gradient descent on sum_i |f(x_i) - f_0(x_i) - y_i|^2 / 2 from `network` (which is kept).
 
     f_0 is the network at the start: subtracting it is what makes f_m and the closed-form prediction comparable.
     X (n, d), Y (n, outputs), float64. clip: each example's residual is shortened to this length (clipping its
-    gradient up to the factor of its Jacobian). at: steps after which copies are returned as well.
+    gradient up to the factor of its Jacobian). momentum: heavy ball, in [0, 1); 0 keeps to the
+    closed form. at: steps after which copies are returned as well.
     """
     positive("learning_rate", learning_rate)
+    if not 0 <= momentum < 1:
+        raise ArgumentError(f"momentum: expected a number in [0, 1), got {momentum!r}")
     if clip is not None:
         positive("clip", clip)
     W, s, root = network.weights.clone(), network.signs, len(network.weights) ** 0.5
     target = network(X) + Y
+    velocity = torch.zeros_like(W)
     copies = []
     for step in range(1, steps + 1):
         Z = X @ W.mT
@@ -82,7 +86,8 @@ def train_network(
         if clip is not None:
             residual = residual * (clip / residual.norm(dim=1, keepdim=True).clamp(min=1e-300)).clamp(max=1)
         back = (Z > 0).to(Z.dtype).mul_(residual @ s.mT)
-        W.sub_(back.mT @ X, alpha=learning_rate / root)
+        velocity.mul_(momentum).add_(back.mT @ X, alpha=learning_rate / root)
+        W.sub_(velocity)
         if step in at:
             copies.append(TwoLayerReLU(W.clone(), s))
     return TwoLayerReLU(W, s), copies

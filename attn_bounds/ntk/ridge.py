@@ -27,7 +27,7 @@ class Ridge:
 
     def __post_init__(self) -> None:
         choice("ridge", self.kind, _KINDS)
-        positive("ridge", self.amount, zero=self.kind in ("value", "relative"))
+        object.__setattr__(self, "amount", positive("ridge", self.amount, zero=self.kind in ("value", "relative")))
         if self.kind == "accuracy" and self.amount > 1:
             raise ArgumentError(f"ridge: expected an accuracy in (0, 1], got {self.amount:g}")
 

@@ -78,7 +78,7 @@ def spectrum(X: ArrayLike, *, tol: float = 1e-3, centre: bool = False, max_ntk: 
     """
     if not 1e-10 <= tol < 1:
         raise ArgumentError(f"tol: expected a number in [1e-10, 1), got {tol!r}")
-    data = matrix("X", X, min_rows=2).detach()
+    data = matrix("X", X, min_rows=2, any_scale=True).detach()
     if centre:
         data = data - data.mean(0)
     n, d = data.shape
@@ -97,6 +97,9 @@ def spectrum(X: ArrayLike, *, tol: float = 1e-3, centre: bool = False, max_ntk: 
     if rank == 1:
         notes.append(f"one eigenvalue above tol = {tol:g}: kappa is 1 for both Grams and the exponent is undefined")
         kappa_attended = 1.0
+    elif kappa < 1 + 1e-12:
+        notes.append("kappa is 1: all eigenvalues above tol are equal, and the exponent is undefined")
+        kappa_attended = float((attended_values[0] / attended_values[rank - 1]) ** 2)
     elif _EPS * kappa**1.5 > 1e-4:
         notes.append(f"kappa = {kappa:.3g}: the attended condition number is lost to float64 rounding; raise tol")
     else:
@@ -105,7 +108,8 @@ def spectrum(X: ArrayLike, *, tol: float = 1e-3, centre: bool = False, max_ntk: 
         plain = torch.linalg.svdvals(unit_rows(data))
         cone = torch.linalg.svdvals(unit_rows(attended))
         base = float((plain[0] / plain[rank - 1]) ** 2) if float(plain[rank - 1]) > 0 else math.inf
-        exponent_normalized = 2 * float(torch.log(cone[0] / cone[rank - 1])) / math.log(base)
+        if 1 + 1e-12 < base < math.inf:
+            exponent_normalized = 2 * float(torch.log(cone[0] / cone[rank - 1])) / math.log(base)
 
     kappas = []
     for power, label in ((0.0, "plain"), (1.0, "attended")):
@@ -128,7 +132,7 @@ def spectrum(X: ArrayLike, *, tol: float = 1e-3, centre: bool = False, max_ntk: 
         width_kappa6_n_log_n=kappa**6 * n * math.log(n),
         kappa_ntk=ntk,
         kappa_ntk_attended=ntk_attended,
-        exponent_ntk=math.log(ntk_attended) / math.log(ntk) if ntk > 1 else math.nan,
+        exponent_ntk=math.log(ntk_attended) / math.log(ntk) if ntk > 1 + 1e-12 else math.nan,
         eigenvalues=tuple((values**2).tolist()),
         eigenvalues_attended=tuple((attended_values**2).tolist()),
         notes=tuple(notes),

@@ -72,6 +72,12 @@ def test_rank_one_says_that_there_is_no_exponent() -> None:
     assert result.to_dict()["exponent"] is None
 
 
+def test_equal_eigenvalues_have_no_exponent() -> None:
+    result = spectrum(np.eye(4))
+    assert result.kappa == pytest.approx(1.0) and math.isnan(result.exponent)
+    assert any("exponent is undefined" in note for note in result.notes)
+
+
 def test_duplicate_rows_are_named_in_the_notes(digits) -> None:
     X = digits.X[:20]
     result = spectrum(np.vstack([X, X]))
