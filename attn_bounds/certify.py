@@ -14,9 +14,10 @@ from tqdm import tqdm
 
 from .bounds.first_order import first_order
 from .bounds.interval import interval
+from .bounds.lagrangian import lagrangian
 from .bounds.result import BatchBound
 from .bounds.vertex import vertex
-from .certificate import Certificate, seal_of
+from .certificate import EXACT_GAP, Certificate, seal_of
 from .errors import ArgumentError, MethodNotApplicableError
 from .exact import EXACT_NEEDS, exact, exact_lists
 from .problem import HeadProblem
@@ -30,8 +31,12 @@ BOUNDS: dict[str, Callable[..., BatchBound]] = {
     "interval": interval,
     "first-order": first_order,
     "vertex": vertex,
+    "lagrangian": lagrangian,
 }
 METHODS = (*BOUNDS, "best")
+CLOSED_FORM = ("interval", "first-order", "vertex")  # they never fail, and nothing cheaper is tighter
+# What `best` tries after `vertex`, cheapest first, while a gap is left.
+LADDER: tuple[tuple[str, dict[str, Any]], ...] = (("lagrangian", {}),)
 CHUNK = 96  # problems a batch; more only costs memory
 
 
@@ -86,74 +91,104 @@ def certify_many(
     return [answers[i] for i in range(len(problems))]
 
 
+@dataclasses.dataclass
+class _Rung:
+    """A bound of some of the problems of a batch: row r of `bound` is problem rows[r]."""
+
+    method: str
+    bound: BatchBound
+    rows: list[int]
+
+
 def _certify_alike(problems: list[HeadProblem], method: str, options: dict[str, Any]) -> list[Certificate]:
     if isinstance(problems[0].placed, Lists):
-        return [_certify_lists(problem, method, options) for problem in problems]
+        return [_certify_lists(problem, options) for problem in problems]
     started = time.perf_counter()
     reduced = reduce(problems)
-    if method == "best":
-        bounds = _ladder(reduced, options)
-    else:
-        bounds = [(method, _run(method, reduced, options))]
-    point = next((bound.point for _, bound in bounds if bound.point is not None), None)
-    if point is None and any(problem.found is None for problem in problems):
-        point = ascend(reduced, starts=4)[:2]
-    if point is not None:
-        for i, problem in enumerate(problems):
-            problem.note(attained(problem, point[0][i], point[1][i]))
+    rungs = _ladder(problems, reduced, options) if method == "best" else _rungs(problems, reduced, method, options)
+    if not any(rung.bound.point is not None for rung in rungs) and any(p.found is None for p in problems):
+        _note(problems, range(len(problems)), ascend(reduced, starts=4)[:2])
     seconds = (time.perf_counter() - started) / len(problems)
     spread = (reduced.v0.amax(1) - reduced.v0.amin(1)).tolist()
-    return [
-        _assemble(problem, problem.found, bounds, i, seconds, spread[i])  # type: ignore[arg-type]
-        for i, problem in enumerate(problems)
-    ]
+    return [_assemble(problem, rungs, i, seconds, spread[i]) for i, problem in enumerate(problems)]
 
 
-def _run(method: str, reduced: Reduced, options: dict[str, Any]) -> BatchBound:
+def _rungs(problems: list[HeadProblem], reduced: Reduced, method: str, options: dict[str, Any]) -> list[_Rung]:
+    """One method, and beside the ones that may come out loose or fail the cheap bound that never does."""
+    rungs = [_rung(problems, reduced, range(len(problems)), method, options)]
+    if method not in CLOSED_FORM:
+        rungs.append(_rung(problems, reduced, range(len(problems)), "vertex", {}))
+    return rungs
+
+
+def _ladder(problems: list[HeadProblem], reduced: Reduced, options: dict[str, Any]) -> list[_Rung]:
+    """Cheapest first; each further rung only for the problems that are not exact yet."""
+    everything = list(range(len(problems)))
+    if reduced.query_fixed:
+        return _rungs(problems, reduced, "exact", options)
+    rungs = [_rung(problems, reduced, everything, "vertex", {})]
+    for method, more in LADDER:
+        todo = _open(problems, reduced, rungs)
+        if not todo:
+            break
+        rungs.append(_rung(problems, reduced[torch.tensor(todo)], todo, method, more | options))
+    return rungs
+
+
+def _rung(
+    problems: list[HeadProblem], reduced: Reduced, rows: Sequence[int], method: str, options: dict[str, Any]
+) -> _Rung:
     try:
-        return BOUNDS[method](reduced, **options)
+        bound = BOUNDS[method](reduced, **options)
     except TypeError as error:
         if options and "unexpected keyword" in str(error):
             raise ArgumentError(f"options: {method!r} does not take {', '.join(options)}") from None
         raise
+    if bound.point is not None:
+        _note(problems, rows, bound.point)
+    return _Rung(method, bound, list(rows))
 
 
-def _ladder(reduced: Reduced, options: dict[str, Any]) -> list[tuple[str, BatchBound]]:
-    """The bounds that `best` chooses from, cheapest first."""
-    if reduced.query_fixed:
-        return [("exact", _run("exact", reduced, options)), ("vertex", vertex(reduced))]
-    return [("vertex", vertex(reduced))]
+def _note(problems: list[HeadProblem], rows: Sequence[int], point: tuple[torch.Tensor, torch.Tensor]) -> None:
+    for r, i in enumerate(rows):
+        problems[i].note(attained(problems[i], point[0][r], point[1][r]))
 
 
-def _assemble(
-    problem: HeadProblem,
-    found: SearchResult,
-    bounds: list[tuple[str, BatchBound]],
-    index: int,
-    seconds: float,
-    spread: float,
-) -> Certificate:
-    """Choose the least sound bound and put it beside the attained value."""
-    best: tuple[float, str, BatchBound] | None = None
+def _open(problems: list[HeadProblem], reduced: Reduced, rungs: list[_Rung]) -> list[int]:
+    """The problems whose gap is not closed yet."""
+    least = torch.full((len(problems),), math.inf, dtype=torch.float64)
+    for rung in rungs:
+        upper = torch.nan_to_num(rung.bound.upper.cpu(), nan=math.inf)
+        least[rung.rows] = torch.minimum(least[rung.rows], upper)
+    return [
+        i
+        for i, problem in enumerate(problems)
+        if problem.found is None or least[i] - problem.found.value > EXACT_GAP * (problem.found.value - problem.nominal)
+    ]
+
+
+def _assemble(problem: HeadProblem, rungs: list[_Rung], index: int, seconds: float, spread: float) -> Certificate:
+    """Choose the least sound bound and put it beside the best attained value."""
+    found = problem.found
+    assert found is not None  # every path to here has searched
+    best: tuple[float, str, dict[str, Any]] | None = None
     reasons = []
-    for name, bound in bounds:
-        upper = float(bound.upper[index])
+    for rung in rungs:
+        if index not in rung.rows:
+            continue
+        row = rung.rows.index(index)
+        upper = float(rung.bound.upper[row])
         if not math.isfinite(upper):
-            reasons.append(bound.reason_of(index) or f"{name} gave no finite bound")
+            reasons.append(rung.bound.reason_of(row) or f"{rung.method} gave no finite bound")
         elif upper < found.value:
             # Soundness first: a bound that an attained value refutes is not a bound.
-            message = f"{name} fell below an attained value by {found.value - upper:.3g}; no bound is reported"
+            message = f"{rung.method} fell below an attained value by {found.value - upper:.3g}; it is thrown away"
             warnings.warn(message, UnsoundBoundWarning, stacklevel=4)
             reasons.append(message)
         elif best is None or upper < best[0]:
-            best = upper, name, bound
-    if best is None:
-        upper, name, witness = math.inf, bounds[0][0], {}
-    else:
-        upper, name, witness = best[0], best[1], best[2].witness_of(index)
-    return _sealed(
-        problem, found, name, upper, seconds, spread, witness, None if best else "; ".join(reasons)
-    )
+            best = upper, rung.method, rung.bound.witness_of(row)
+    upper, name, witness = best or (math.inf, rungs[0].method, {})
+    return _sealed(problem, found, name, upper, seconds, spread, witness, None if best else "; ".join(reasons))
 
 
 def _sealed(
@@ -182,7 +217,7 @@ def _sealed(
     return dataclasses.replace(certificate, seal=seal_of(certificate))
 
 
-def _certify_lists(problem: HeadProblem, method: str, options: dict[str, Any]) -> Certificate:
+def _certify_lists(problem: HeadProblem, options: dict[str, Any]) -> Certificate:
     if options:
         raise ArgumentError(f"options: 'exact' does not take {', '.join(options)}")
     started = time.perf_counter()

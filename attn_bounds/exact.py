@@ -44,7 +44,9 @@ def exact(reduced: Reduced) -> BatchBound:
     good = torch.isfinite(upper) & (reached <= upper - reduced.rounding)
     reason = [None if ok else "the scalar equation was not solved to rounding" for ok in good.tolist()]
     upper = torch.where(good, upper, math.inf)
-    return BatchBound(upper, 2 * reduced.rounding, {"t": upper}, (point(where), reduced.b.new_zeros(reduced.size, 0)), reason)
+    return BatchBound(
+        upper, 2 * reduced.rounding, {"t": upper}, (point(where), reduced.b.new_zeros(reduced.size, 0)), reason
+    )
 
 
 def _root(inner: Inner, start: torch.Tensor, steps: int = 200) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +125,7 @@ def _ball(reduced: Reduced) -> tuple[Inner, Callable[[torch.Tensor], torch.Tenso
     s0, v0 = reduced.s0, reduced.v0
 
     def at(theta: torch.Tensor, pick: Any = ...) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and values at angles, of all keys (B, n) or of some; a further last axis holds several angles a key."""
+        """Scores and values at angles, of all keys (B, n) or some; a further last axis holds several angles."""
         terms = [g[pick] for g in (s0, v0, alpha, beta, phi)]
         s, v, a, b, f = (g.unsqueeze(-1) if theta.dim() > g.dim() else g for g in terms)
         return s + a * torch.cos(theta), v + b * torch.cos(theta - f)
@@ -222,8 +224,13 @@ def _box(reduced: Reduced) -> tuple[Inner, Callable[[torch.Tensor], torch.Tensor
         s, v = torch.cat([chain_s, edge_s], -1), torch.cat([chain_v, edge_v], -1)
         distance = v - t[:, None, None]
         best = _best_signed(s + torch.log(distance.abs()), distance > 0)[..., None]
-        position = torch.cat([torch.arange(count + 1.0, device=t.device).expand_as(chain_s).double(),
-                              torch.arange(0.0, count, device=t.device).double() + part], -1)
+        position = torch.cat(
+            [
+                torch.arange(count + 1.0, device=t.device).expand_as(chain_s).double(),
+                torch.arange(0.0, count, device=t.device).double() + part,
+            ],
+            -1,
+        )
         return tuple(g.gather(-1, best).squeeze(-1) for g in (s, v, position))  # type: ignore[return-value]
 
     def point(position: torch.Tensor) -> torch.Tensor:
@@ -274,7 +281,9 @@ def exact_lists(problem: HeadProblem) -> ListMaximum:
         excess = values - t[:, None, None]
         log_size = scores + torch.log(excess.abs())
         positive = there & (excess > 0)
-        best = _best_signed(torch.where(there, log_size, torch.where(positive, -math.inf, math.inf)), positive)[..., None]
+        best = _best_signed(torch.where(there, log_size, torch.where(positive, -math.inf, math.inf)), positive)[
+            ..., None
+        ]
         return (
             scores.gather(-1, best).squeeze(-1),
             values.expand_as(scores).gather(-1, best).squeeze(-1),
@@ -286,7 +295,7 @@ def exact_lists(problem: HeadProblem) -> ListMaximum:
     t, choice = _root(inner, start)
     top = int(t.argmax())
     used = values[there.any(0)]
-    unit = 8 * math.sqrt(head.d + head.d_head + len(order)) * EPS
+    unit = (16 + 3 * math.sqrt(head.d + head.d_head + len(order))) * EPS
     largest_token = max(float(torch.linalg.vector_norm(lists[j], dim=-1).max()) for j in order)
     k_size = float(torch.linalg.vector_norm(head.W_K)) * largest_token
     q = queries @ head.W_Q.T + head.b_Q

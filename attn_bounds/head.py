@@ -91,7 +91,8 @@ class AttentionHead:
         if torch.device(device) == self.device:
             return self
         weights = (self.W_Q, self.W_K, self.W_V, self.W_O, self.b_Q, self.b_K, self.b_V)
-        return AttentionHead(*(None if w is None else w.to(device) for w in weights), scale=self.scale)
+        q, k, v, o, b_q, b_k, b_v = (None if w is None else w.to(device) for w in weights)
+        return AttentionHead(q, k, v, o, b_q, b_k, b_v, self.scale)
 
     def forward(self, tokens: Any, query: Any, keys: Any = None) -> torch.Tensor:
         """Compute the head's output at one query.
@@ -151,10 +152,11 @@ class AttentionHead:
         return float(torch.linalg.matrix_norm(fq.T @ fk, ord=2))
 
     @cached_property
-    def norms(self) -> tuple[float, float, float, float]:
-        """Spectral norms of W_Q and W_K, then their Frobenius norms."""
+    def norms(self) -> tuple[float, ...]:
+        """Spectral norms of W_Q and W_K, then Frobenius norms of W_Q, W_K, W_V and W_O (1 where there is none)."""
         spectral = [float(torch.linalg.matrix_norm(w, ord=2)) for w in (self.W_Q, self.W_K)]
-        return (*spectral, *(float(torch.linalg.vector_norm(w)) for w in (self.W_Q, self.W_K)))
+        frobenius = [float(torch.linalg.vector_norm(w)) for w in (self.W_Q, self.W_K, self.W_V)]
+        return (*spectral, *frobenius, 1.0 if self.W_O is None else float(torch.linalg.vector_norm(self.W_O)))
 
     @cached_property
     def own_range(self) -> tuple[float, float]:
@@ -195,4 +197,3 @@ class AttentionHead:
 
     def __repr__(self) -> str:
         return f"AttentionHead(d={self.d}, d_head={self.d_head}, d_out={self.d_out}, scale={self.scale:g})"
-

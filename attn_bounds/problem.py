@@ -58,7 +58,9 @@ class HeadProblem:
         self.query = self._checked_query(query)
         self.readout = as_float64("readout", readout, (head.d_out,), head.device)
         if not isinstance(region, (TokenBall, TokenBox, TokenSubstitutions)):
-            raise RegionError(f"region: expected TokenBall, TokenBox or TokenSubstitutions, got {type(region).__name__}")
+            raise RegionError(
+                f"region: expected TokenBall, TokenBox or TokenSubstitutions, got {type(region).__name__}"
+            )
         self.region = region
         self.query_moves = bool(query_moves)
         self.keys = None if keys is None else as_mask("keys", keys, self.n, head.device)
@@ -195,4 +197,6 @@ class HeadProblem:
 
     def __repr__(self) -> str:
         where = self.query_index if self.query_index is not None else "outside"
-        return f"HeadProblem(n={self.n}, d={self.head.d}, query={where}, moves={not self.query_is_fixed}, {self.region})"
+        return (
+            f"HeadProblem(n={self.n}, d={self.head.d}, query={where}, moves={not self.query_is_fixed}, {self.region})"
+        )

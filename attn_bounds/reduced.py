@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -28,7 +28,7 @@ EPS = 2.0**-53
 
 @dataclass(frozen=True)
 class Reduced:
-    """A batch of B problems alike in shape: n keys (own key last), m key coordinates, k query coordinates (0: fixed)."""
+    """A batch of B alike problems: n keys (own key last), m key coordinates, k query coordinates (0: fixed)."""
 
     kind: Literal["ball", "box"]
     own: bool  # the last key is the moving query's own token
@@ -69,10 +69,9 @@ class Reduced:
 
     def __getitem__(self, index: torch.Tensor | slice) -> Reduced:
         """The batch restricted to some problems."""
-        return Reduced(**{
-            f.name: value[index] if isinstance(value := getattr(self, f.name), torch.Tensor) else value
-            for f in fields(self)
-        })
+        parts: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        taken: dict[str, Any] = {k: v[index] if isinstance(v, torch.Tensor) else v for k, v in parts.items()}
+        return Reduced(**taken)
 
     def scores_values(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute scores and values (B, *, n) at displacements x (B, *, n - own, m) and y (B, *, k)."""
@@ -106,7 +105,8 @@ def reduce(problems: Sequence[HeadProblem]) -> Reduced:
     pieces = [_piece(problem) for problem in problems]
     first = pieces[0]
     stacked = {
-        name: torch.stack([piece[name] for piece in pieces]) for name, value in first.items()
+        name: torch.stack([piece[name] for piece in pieces])
+        for name, value in first.items()
         if isinstance(value, torch.Tensor)
     }
     kind: Literal["ball", "box"] = "ball" if isinstance(problems[0].placed, Balls) else "box"
@@ -222,8 +222,8 @@ def _rounding(
     query_reach = 0.0 if row is None else float(reach[row])
     key_reach = float(reach[order].max())
     token, query = float(size(z, dim=-1).max()) + key_reach, float(size(zq)) + query_reach
-    unit = 3 * math.sqrt(head.d + head.d_head + problem.n) * EPS
-    root = math.sqrt(head.d_head)
+    unit = (8 + 3 * math.sqrt(head.d + head.d_head + problem.n)) * EPS
+    root, root_v = math.sqrt(head.d_head), math.sqrt(head.W_V.shape[0])
     norm_q, norm_k = abs(head.scale) * head.norms[0], head.norms[1]
     q_norm = float(size(q)) + norm_q * query_reach
     k_norm = float(size(k, dim=-1).max()) + norm_k * key_reach
@@ -231,7 +231,10 @@ def _rounding(
     score = unit * (q_norm * k_norm + q_size * k_norm + head.norms[3] * token / root * q_norm)
     v = z @ u
     value_spread = float(v.max() - v.min()) + 2 * float(size(u)) * key_reach
-    value = unit * (float(size(u)) * token + float(v.abs().max()))
+    # A value is read through W_V, then W_O and the readout: intermediate sizes count, not only the result's.
+    mixed = problem.readout if head.W_O is None else head.W_O.T @ problem.readout
+    outer = float(size(mixed)) + (0.0 if head.W_O is None else float(size(problem.readout)) * head.norms[5] / root_v)
+    value = unit * (outer * (head.norms[4] * token / root_v + float(size(head.b_V))) + float(v.abs().max()))
     return u.new_tensor(score * value_spread + value)
 
 

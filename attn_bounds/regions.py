@@ -86,13 +86,14 @@ class TokenBox:
         if (self.lower > self.upper).any():
             j, k = (int(i) for i in (self.lower > self.upper).nonzero()[0])
             raise RegionError(
-                f"lower: expected at most upper, got {self.lower[j, k]:g} > {self.upper[j, k]:g} at token {j}, entry {k}"
+                f"lower: expected at most upper, got {self.lower[j, k]:g} > {self.upper[j, k]:g} "
+                f"at token {j}, entry {k}"
             )
         self._radius: torch.Tensor | None = None
 
     @classmethod
     def around(cls, tokens: Any, radius: Any) -> TokenBox:
-        """Build the box of half-width `radius` (a number, or anything that broadcasts to (n, d)) around tokens (n, d)."""
+        """Build the box of half-width `radius` (a number, or what broadcasts to (n, d)) around tokens (n, d)."""
         z = as_float64("tokens", tokens, ("n", "d"))
         half = as_float64("radius", radius, device=z.device)
         if (half < 0).any():

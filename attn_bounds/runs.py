@@ -161,14 +161,14 @@ def _plain(value: Any) -> Any:
 
 def summarise(table: pd.DataFrame) -> list[dict[str, Any]]:
     """Median and quartiles of the relative gap and the share exact, by method, query_moves and radius."""
-    out = []
+    out, names = [], ("q25", "median", "q75")
     for (method, moves, radius), part in table.groupby(["method", "query_moves", "radius"], sort=True):
         gaps = part["relative_gap"].dropna()
         quartiles = gaps.quantile([0.25, 0.5, 0.75]).tolist() if len(gaps) else [math.nan] * 3
         out.append({
             "method": method, "query_moves": bool(moves), "radius": float(radius), "units": len(part),
             "bounded": int(part["upper"].notna().sum()), "exact": int((part["is_exact"] == True).sum()),  # noqa: E712
-            "relative_gap": dict(zip(("q25", "median", "q75"), (None if math.isnan(q) else q for q in quartiles), strict=True)),
+            "relative_gap": {k: None if math.isnan(q) else q for k, q in zip(names, quartiles, strict=True)},
             "median_seconds": None if part["seconds"].isna().all() else float(part["seconds"].median()),
         })  # fmt: skip
     return out

@@ -126,7 +126,11 @@ def _starting_points(reduced: Reduced, starts: int, seed: int) -> tuple[torch.Te
     rx, ry = _radii(reduced)
     draw = torch.Generator().manual_seed(seed)  # on the CPU, so that every device gets the same starts
     x = torch.randn(1, starts, keys, m, generator=draw, dtype=torch.float64).to(reduced.u.device).expand(B, -1, -1, -1)
-    y = torch.randn(1, starts, 1, k, generator=draw, dtype=torch.float64)[:, :, 0].to(reduced.u.device).expand(B, -1, -1)
+    y = (
+        torch.randn(1, starts, 1, k, generator=draw, dtype=torch.float64)[:, :, 0]
+        .to(reduced.u.device)
+        .expand(B, -1, -1)
+    )
     if reduced.kind == "ball":
         x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-300) * rx
         y = y / torch.linalg.vector_norm(y, dim=-1, keepdim=True).clamp_min(1e-300) * ry

@@ -46,7 +46,9 @@ def ranges(reduced: Reduced) -> Ranges:
         # |(Fq y).(Fk x)| <= sum_h |Fq y|_h |Fk x|_h, or the spectral norm times the half-widths' norms.
         reach = (reduced.fk.abs()[:, None] * key[:, :, None]).sum(-1)  # (B, n, h)
         reach_q = (reduced.fq.abs() * query[:, None]).sum(-1) if query.shape[1] else torch.zeros_like(reach[:, 0])
-        by_norm = torch.linalg.vector_norm(key, dim=-1) * (reduced.norm * torch.linalg.vector_norm(query, dim=-1))[:, None]
+        by_norm = (
+            torch.linalg.vector_norm(key, dim=-1) * (reduced.norm * torch.linalg.vector_norm(query, dim=-1))[:, None]
+        )
         n_part = torch.minimum((reach * reach_q[:, None]).sum(-1), by_norm)
         own_u = own_low = own_high = a_part.new_zeros(reduced.size, 1)
         if reduced.own:
@@ -58,9 +60,7 @@ def ranges(reduced: Reduced) -> Ranges:
     up, down = a_part + n_part, a_part + n_part
     if reduced.own:
         up, down, u_part = torch.cat([up, own_high], 1), torch.cat([down, -own_low], 1), torch.cat([u_part, own_u], 1)
-    return Ranges(
-        reduced.s0 - b_part - down, reduced.s0 + b_part + up, reduced.v0 - u_part, reduced.v0 + u_part
-    )
+    return Ranges(reduced.s0 - b_part - down, reduced.s0 + b_part + up, reduced.v0 - u_part, reduced.v0 + u_part)
 
 
 def weight_ranges(r: Ranges) -> tuple[torch.Tensor, torch.Tensor]:

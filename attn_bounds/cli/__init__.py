@@ -12,7 +12,7 @@ from importlib import import_module
 
 from ..errors import AttnBoundsError
 
-COMMANDS = ("certify", "sweep", "demo", "ntk")
+COMMANDS = ("certify", "sweep", "demo", "ntk", "verify")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,6 +13,7 @@ import importlib.util
 import sys
 import types
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +53,7 @@ def input_shape(model) -> tuple[int, ...]:
 
 def onnx_to_torch(model) -> torch.nn.Module:
     """Convert a parsed ONNX model to a torch module with the same outputs, in evaluation mode."""
-    converter = _onnx2pytorch()
+    converter = import_onnx2pytorch()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -72,23 +73,24 @@ def _with_constant_shapes(model):
     """
     onnx, ort = _need("onnx"), _need("onnxruntime")
     computed = {node.output[0] for node in model.graph.node}
-    targets = [n.input[1] for n in model.graph.node if n.op_type == "Reshape" and n.input[1] in computed]
+    reshapes = [node for node in model.graph.node if node.op_type == "Reshape"]
+    targets = list(dict.fromkeys(node.input[1] for node in reshapes if node.input[1] in computed))
     if not targets:
         return model
     probe = onnx.ModelProto()
     probe.CopyFrom(model)
     probe.graph.output.extend(
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, None) for name in dict.fromkeys(targets)
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, None) for name in targets
     )
     session = ort.InferenceSession(probe.SerializeToString(), providers=["CPUExecutionProvider"])
     feed = session.get_inputs()[0].name
     shapes = []
     for batch in (2, 3):
         example = np.zeros((batch, *input_shape(model)[1:]), dtype=np.float32)
-        shapes.append(dict(zip(targets, session.run(list(dict.fromkeys(targets)), {feed: example}), strict=False)))
+        shapes.append(dict(zip(targets, session.run(targets, {feed: example}), strict=True)))
     new = onnx.ModelProto()
     new.CopyFrom(model)
-    for name in dict.fromkeys(targets):
+    for name in targets:
         at2, at3 = (shape[name] for shape in shapes)
         if len(at2) and at2[0] == 2 and at3[0] == 3 and (at2[1:] == at3[1:]).all():
             target = np.concatenate([[0], at2[1:]])
@@ -115,25 +117,34 @@ def _without_dead_nodes(model):
             model.graph.node.remove(node)
 
 
-def _onnx2pytorch():
+def import_onnx2pytorch():
     """Import onnx2pytorch, where torchvision is absent with a stand-in for it, and make its Shape traceable."""
     if importlib.util.find_spec("onnx2pytorch") is None:
         raise MissingDependencyError("onnx2pytorch: not installed; pip install 'attn-bounds[verify]'")
-    stand_ins = [] if _importable("torchvision") else ["torchvision", "torchvision.ops", "torchvision.io"]
-    for name in stand_ins:
-        sys.modules[name] = _StandIn(name)
-    try:
+    with torchvision_or_stand_in():
         package = importlib.import_module("onnx2pytorch")
         shape = importlib.import_module("onnx2pytorch.operations.shape")
-    finally:
-        for name in stand_ins:
-            sys.modules.pop(name, None)
     reshape = importlib.import_module("onnx2pytorch.operations.reshape")
     shape.Shape.forward = _traced_shape
     reshape.Reshape.forward = _plain_reshape
     softmax = importlib.import_module("onnx2pytorch.operations.softmax")
     softmax.NormalizingOperator.forward = _softmax_in_place
     return package
+
+
+@contextmanager
+def torchvision_or_stand_in():
+    """Where torchvision is absent or does not load, something that can be imported in its place but does nothing."""
+    names = ["torchvision", *(f"torchvision.{part}" for part in _StandIn.parts)]
+    absent = not _importable("torchvision")
+    if absent:
+        sys.modules.update({name: _StandIn(name) for name in names})
+    try:
+        yield
+    finally:
+        if absent:
+            for name in names:
+                sys.modules.pop(name, None)
 
 
 def _traced_shape(self, input: torch.Tensor) -> torch.Tensor:
@@ -157,11 +168,12 @@ class _StandIn(types.ModuleType):
     """Takes the place of torchvision at import: the detection operators that need it are never reached."""
 
     __path__ = ()
+    parts = ("ops", "io", "datasets", "transforms")
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        return self if name in ("ops", "io") else _unavailable
+        return sys.modules[f"torchvision.{name}"] if name in self.parts else _unavailable
 
 
 def _unavailable(*args, **kwargs):

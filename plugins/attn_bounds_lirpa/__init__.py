@@ -4,5 +4,13 @@ from . import compat  # noqa: F401  (repairs an old auto_LiRPA before anything i
 from .fuse import attach, fuse_attention, repair_softmax
 from .optimise import optimised_lower_bound
 from .regions import PerturbationTokenBall
+from .swap import swap_attention
 
-__all__ = ["PerturbationTokenBall", "attach", "fuse_attention", "optimised_lower_bound", "repair_softmax"]
+__all__ = [
+    "PerturbationTokenBall",
+    "attach",
+    "fuse_attention",
+    "optimised_lower_bound",
+    "repair_softmax",
+    "swap_attention",
+]

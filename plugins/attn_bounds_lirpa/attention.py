@@ -112,7 +112,7 @@ class BoundScoreDifferences(RelaxedOp):
 class BoundAttentionMix(RelaxedOp):
     """o_i = sum_j p_ij v_j with p_ij = 1 / sum_k exp(d_ijk); inputs d (b, h, n_q, pairs) and v (b, h, n_k, c)."""
 
-    def __init__(self, attr=None, inputs=None, output_index=0, options=None, network=None, max_rows=4096):
+    def __init__(self, attr=None, inputs=None, output_index=0, options=None, network=None, max_rows=1024):
         super().__init__(attr, inputs, output_index, options)
         self.network = weakref.ref(network) if network is not None else lambda: None
         self.max_rows = max_rows

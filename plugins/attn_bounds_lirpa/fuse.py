@@ -9,7 +9,7 @@ from .patch_conv import use_patch_convolutions
 from .softmax import BoundRepairedSoftmax
 
 
-def fuse_attention(network, max_rows: int = 4096) -> dict:
+def fuse_attention(network, max_rows: int = 1024) -> dict:
     """Replace every MatMul -> scale -> mask -> Softmax -> MatMul of `network` (a BoundedModule) by two attention nodes.
 
     Returns {"fused": [names of the softmax nodes], "skipped": {name: why not}}.
@@ -110,7 +110,7 @@ def _replace(network, softmax, scores, between, output, scale, mask, max_rows):
         network.delete_node(node)
 
 
-def attach(network, max_rows: int = 4096) -> dict:
+def attach(network, max_rows: int = 1024) -> dict:
     """The sensible whole: fuse attention, repair every softmax that is left, and speed up patch embeddings.
 
     Returns {"fused": [...], "skipped": {name: why}, "repaired": [...], "patches": [...]}.

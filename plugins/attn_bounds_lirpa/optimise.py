@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import time
 
 import torch
@@ -11,45 +12,81 @@ from torch import Tensor
 
 from .attention import BoundAttentionMix, BoundScoreDifferences
 
+_SETTINGS = {  # a verifier may have set these for its own passes
+    "enable_alpha_crown": True,
+    "enable_beta_crown": False,
+    "init_alpha": True,
+    "use_shared_alpha": False,
+    "fix_interm_bounds": True,
+    "keep_best": True,
+    "pruning_in_iteration": False,
+    "loss_reduction_func": lambda bound: bound.flatten(1).sum(1, keepdim=True),
+    "stop_criterion_func": lambda bound: False,
+}
+
 
 def optimised_lower_bound(
     network,
     x,
-    C: Tensor,
+    C: Tensor,  # (b, s, outputs)
     rows_iterations: int = 15,
     iterations: int = 30,
-    lr: float = 0.1,
-    deadline: float | None = None,
-    stop_above: float | None = None,
+    lr: float = 0.2,
+    deadline: float = math.inf,
+    stop_above: Tensor | float | None = None,
     interm_bounds: dict | None = None,
 ):
-    """Lower bounds (b, s) of C . output after one pass, then with intermediate rows and final rows optimised.
+    """Lower bounds (b, s) of C . output: one pass, then intermediate rows and the final rows with optimised parameters.
 
-    C: (b, s, outputs). Stops early once every row is above `stop_above`, or after `deadline` (time.monotonic()).
-    Returns (lower, intermediate bounds {node name: (lower, upper)}, lower after the first pass).
+    Rows above `stop_above` (a number, or broadcastable to (b, s)) are done and not optimised further; nothing new is
+    started after `deadline` (time.monotonic()). Returns the lower bounds, the intermediate bounds they rest on as
+    {node name: (lower, upper)}, and the lower bounds after the first pass.
     """
     with torch.no_grad():
         first, _ = network.compute_bounds(x=x, C=C, method="CROWN", bound_upper=False, interm_bounds=interm_bounds)
-        first = first.detach().clone()
-    bounds = _known_bounds(network)
-    best = first
+    first = first.detach().clone()
+    bounds, best = _known_bounds(network), first
 
-    def done():
-        over = deadline is not None and time.monotonic() > deadline
-        return over or (stop_above is not None and bool((best > stop_above).all()))
+    def left() -> Tensor:
+        """Indices of the rows that still need work for some batch element."""
+        if time.monotonic() > deadline:
+            return torch.zeros(0, dtype=torch.long)
+        open_rows = torch.ones_like(best, dtype=torch.bool) if stop_above is None else ~(best > stop_above)
+        return open_rows.any(0).nonzero().squeeze(-1)
 
     for name in _rows_worth_optimising(network):
-        if done():
+        if not len(left()):
             return best, bounds, first
-        _tighten(network, x, name, bounds, rows_iterations, lr)
-    if not done():
+        _tighten(network, x, name, bounds, rows_iterations, lr, deadline)
         with torch.no_grad():
-            again, _ = network.compute_bounds(x=x, C=C, method="CROWN", bound_upper=False, interm_bounds=bounds)
+            again, _ = network.compute_bounds(
+                x=x, C=C, method="CROWN", bound_upper=False, interm_bounds=_without_bounds_after(network, bounds, name)
+            )
+        bounds = _intersect(bounds, _known_bounds(network))
         best = torch.maximum(best, again.detach())
-    if not done():
-        final = _optimise(network, x, None, C, bounds, iterations, lr, "lower", stop_above)
-        best = torch.maximum(best, final)
+    rows = left()
+    if len(rows):
+        stop = None if stop_above is None else _columns(stop_above, best, rows)
+        final = _optimise(network, x, None, C[:, rows], bounds, iterations, lr, "lower", deadline, stop)
+        best = best.index_copy(1, rows, torch.maximum(best[:, rows], final))
     return best, bounds, first
+
+
+def _intersect(old: dict, new: dict) -> dict:
+    """The tighter of two sets of bounds, node by node and unit by unit."""
+    both = {**old, **new}
+    for name in old.keys() & new.keys():
+        both[name] = torch.maximum(old[name][0], new[name][0]), torch.minimum(old[name][1], new[name][1])
+    return both
+
+
+def _columns(stop_above, best: Tensor, rows: Tensor) -> Tensor:
+    return torch.as_tensor(stop_above, dtype=best.dtype, device=best.device).expand_as(best)[:, rows]
+
+
+def _without_bounds_after(network, bounds: dict, name: str) -> dict:
+    """The bounds that stay valid inputs when those of `name` are new: all but the ones computed from it."""
+    return {key: value for key, value in bounds.items() if not _comes_before(network, name, key)}
 
 
 def _known_bounds(network) -> dict:
@@ -99,7 +136,7 @@ def _has_relaxation_before(network, name: str) -> bool:
     return False
 
 
-def _tighten(network, x, name, bounds, iterations, lr):
+def _tighten(network, x, name, bounds, iterations, lr, deadline):
     lower, upper = (t.flatten(1) for t in bounds[name])
     is_relu = not isinstance(network[name], BoundScoreDifferences)
     worth = ((lower < 0) & (upper > 0)).any(0) if is_relu else (upper > lower).any(0)
@@ -109,8 +146,8 @@ def _tighten(network, x, name, bounds, iterations, lr):
     C = torch.zeros(lower.shape[0], len(index), lower.shape[1], dtype=lower.dtype, device=lower.device)
     C[:, torch.arange(len(index)), index] = 1
     before = {key: value for key, value in bounds.items() if key != name and _comes_before(network, key, name)}
-    low = _optimise(network, x, name, C, before, iterations, lr, "lower")
-    high = _optimise(network, x, name, C, before, iterations, lr, "upper")
+    low = _optimise(network, x, name, C, before, iterations, lr, "lower", deadline)
+    high = _optimise(network, x, name, C, before, iterations, lr, "upper", deadline)
     new_lower, new_upper = lower.clone(), upper.clone()
     new_lower[:, index] = torch.maximum(lower[:, index], low)
     new_upper[:, index] = torch.minimum(upper[:, index], high)
@@ -130,7 +167,7 @@ def _comes_before(network, key: str, name: str) -> bool:
     return False
 
 
-def _optimise(network, x, name, C, interm_bounds, iterations, lr, side, stop_above=None) -> Tensor:
+def _optimise(network, x, name, C, interm_bounds, iterations, lr, side, deadline, stop_above=None) -> Tensor:
     """CROWN-Optimized bounds of C . node with the given bounds of everything before it kept fixed."""
     for node in network.nodes():
         node.used = False
@@ -139,11 +176,10 @@ def _optimise(network, x, name, C, interm_bounds, iterations, lr, side, stop_abo
     network.last_final_node_name = None
     args = network.bound_opts["optimize_bound_args"]
     saved = dict(args)
-    args.update(
-        iteration=iterations, lr_alpha=lr, fix_interm_bounds=True, keep_best=True, early_stop_patience=iterations
-    )
+    args.update(_SETTINGS, iteration=iterations, lr_alpha=lr, early_stop_patience=iterations)
+    args["max_time"] = max(0.0, deadline - time.monotonic())
     if stop_above is not None:
-        args["stop_criterion_func"] = lambda bound: (bound > stop_above).all(1, keepdim=True)
+        args["stop_criterion_func"] = lambda bound: (bound.flatten(1) > stop_above).all(1, keepdim=True)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             lower, upper = network.compute_bounds(

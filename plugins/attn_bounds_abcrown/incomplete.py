@@ -1,0 +1,145 @@
+"""An incomplete verifier of its own: one pass of bounds, rows with optimised parameters, then an attack."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import attn_bounds_lirpa
+import numpy as np
+import torch
+from attn_bounds_lirpa.optimise import optimised_lower_bound
+from auto_LiRPA import BoundedModule, BoundedTensor, PerturbationLpNorm
+
+from attn_bounds.errors import ShapeError
+
+from .attack import find_counterexample
+from .guard import install_guard
+from .onnx_route import input_shape, load_onnx, onnx_to_torch
+from .vnnlib_reader import Property, read_vnnlib
+
+
+@dataclass
+class Verdict:
+    """What is known about one instance: the word, lowest margins after the first pass and at the end, and how."""
+
+    word: str  # sat, unsat, timeout, unknown
+    margin_crown: float = math.nan
+    margin_alpha: float = math.nan
+    seconds: float = 0.0
+    method: str = ""
+    counterexample: tuple[np.ndarray, np.ndarray] | None = None
+
+
+@dataclass
+class Settings:
+    """`graph`: fuse_attention, repair_softmax or stock; the iterations are Adam steps for rows and for final rows."""
+
+    graph: str = "fuse_attention"
+    rows_iterations: int = 8
+    iterations: int = 15
+    lr: float = 0.25
+    restarts: int = 20
+    steps: int = 40
+    double: bool = False
+
+
+class Verifier:
+    """One ONNX network, converted once, and as many properties as are asked."""
+
+    def __init__(self, onnx: str | Path, settings: Settings | None = None):
+        self.settings = settings or Settings()
+        self.dtype = torch.float64 if self.settings.double else torch.float32
+        self.model = load_onnx(onnx)
+        self.shape = input_shape(self.model)
+        self.module = onnx_to_torch(self.model).to(self.dtype)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.network = BoundedModule(
+                    self.module, torch.zeros(self.shape, dtype=self.dtype), bound_opts=dict(_OPTIONS), verbose=False
+                )
+        finally:
+            torch.set_default_dtype(before)
+        if self.settings.graph == "fuse_attention":
+            attn_bounds_lirpa.attach(self.network)
+        elif self.settings.graph == "repair_softmax":
+            attn_bounds_lirpa.repair_softmax(self.network)
+        install_guard(self.network)
+
+    def verify(self, vnnlib: str | Path, timeout: float = 60.0) -> Verdict:
+        """Verdict on one VNN-LIB file within about `timeout` seconds."""
+        start = time.monotonic()
+        prop = read_vnnlib(vnnlib)
+        if prop.lower.size != math.prod(self.shape):
+            raise ShapeError(f"vnnlib: expected {math.prod(self.shape)} inputs, got {prop.lower.size}")
+        verdict = self._verify(prop, start + timeout)
+        verdict.seconds = time.monotonic() - start
+        return verdict
+
+    def _verify(self, prop: Property, deadline: float) -> Verdict:
+        attack = self.settings
+        found = find_counterexample(self.module, self.model, prop, self.shape, restarts=4, steps=5)
+        if found is not None:
+            return Verdict("sat", method="attack", counterexample=found)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            first, best = self._margins(prop, deadline)
+        finally:
+            torch.set_default_dtype(before)
+        verdict = Verdict("unknown", _lowest(first, prop), _lowest(best, prop), method="crown")
+        if best is not first:
+            verdict.method = "optimised rows"
+        if verdict.margin_alpha > 0:
+            verdict.word = "unsat"
+            return verdict
+        if time.monotonic() < deadline:
+            found = find_counterexample(self.module, self.model, prop, self.shape, attack.restarts, attack.steps)
+            if found is not None:
+                verdict.word, verdict.method, verdict.counterexample = "sat", "attack", found
+        if verdict.word == "unknown" and time.monotonic() >= deadline:
+            verdict.word = "timeout"
+        return verdict
+
+    def _margins(self, prop: Property, deadline: float) -> tuple[np.ndarray, np.ndarray]:
+        """Lower bounds of a . y - b, row by row, after the first pass and in the end."""
+        low, high = (
+            _outward(end, self.dtype, sign).reshape(self.shape) for end, sign in ((prop.lower, -1), (prop.upper, 1))
+        )
+        x = BoundedTensor((low + high) / 2, PerturbationLpNorm(norm=math.inf, x_L=low, x_U=high))
+        C = torch.as_tensor(np.concatenate([a for a, _ in prop.unsafe]), dtype=self.dtype).unsqueeze(0)
+        limits = torch.as_tensor(np.concatenate([b for _, b in prop.unsafe]), dtype=self.dtype).unsqueeze(0)
+        options = self.settings
+        best, _, first = optimised_lower_bound(
+            self.network, (x,), C, options.rows_iterations, options.iterations, options.lr, deadline, stop_above=limits
+        )
+        return tuple((bound - limits)[0].double().cpu().numpy() for bound in (first, best))
+
+
+def _lowest(margins: np.ndarray, prop: Property) -> float:
+    """Smallest over the unsafe polyhedra of the largest margin of their rows: > 0 proves that none is reached."""
+    ends = np.cumsum([len(b) for _, b in prop.unsafe])
+    return min(float(part.max()) for part in np.split(margins, ends[:-1]))
+
+
+def _outward(end: np.ndarray, dtype: torch.dtype, sign: int) -> torch.Tensor:
+    """The end of a box in the model's dtype, rounded so that the box can only grow."""
+    rounded = torch.as_tensor(end, dtype=dtype)
+    exact = torch.as_tensor(end, dtype=torch.float64)
+    inside = sign * (exact - rounded.double()) > 0
+    return torch.where(inside, torch.nextafter(rounded, torch.full_like(rounded, sign * math.inf)), rounded)
+
+
+_OPTIONS = {
+    "conv_mode": "matrix",
+    "softmax": "lse",
+    "sparse_intermediate_bounds": False,
+    "sparse_features_alpha": False,
+    "sparse_spec_alpha": False,
+}
