@@ -26,6 +26,7 @@ class Settings:
     times: tuple[float, ...] = (3.0, 10.0)
     epsilons: tuple[float, ...] = (0.05, 0.1, 0.2, 0.3, 0.5)
     poison_fraction: float = 0.01
+    defence_seeds: int = 3
     network_width: int = 512
     network_time: float = 30.0
     softmax_n: int = 200
@@ -41,6 +42,7 @@ class Settings:
             widths=(64, 512, 4096),
             kernel_widths=(64, 512, 4096),
             kernel_seeds=5,
+            defence_seeds=1,
             width_seeds=1,
             times=(3.0,),
             epsilons=(0.1, 0.3),
