@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from ._arrays import checked_device
 from .bounds.first_order import first_order
 from .bounds.interval import interval
 from .bounds.lagrangian import lagrangian
@@ -73,7 +74,8 @@ def certify_many(
     if method not in METHODS:
         raise ArgumentError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
     if device is not None:
-        problems = [problem.to(device) for problem in problems]
+        where = checked_device(device)
+        problems = [problem.to(where) for problem in problems]
     for problem in problems:
         if (reason := why_not(problem, method)) is not None:
             raise MethodNotApplicableError(reason)
