@@ -54,5 +54,6 @@ def checked_device(device: Any) -> torch.device:
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         first = str(error).strip().splitlines()[0]
-        raise ArgumentError(f"device: expected one that torch has here (cpu, cuda, ...), got {device!r} ({first})") from None
+        message = f"device: expected one that torch has here (cpu, cuda, ...), got {device!r} ({first})"
+        raise ArgumentError(message) from None
     return where
