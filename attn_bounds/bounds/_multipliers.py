@@ -26,6 +26,26 @@ class Dual:
     step_query: torch.Tensor  # (B, k)
 
 
+def barrier(maj: Majorant, key_mult: torch.Tensor, query_mult: torch.Tensor) -> torch.Tensor:
+    """log det of Lambda - H in units of the radii, up to a constant, (B,): differentiable; meaningless where it fails."""
+    el = Eliminated(maj, key_mult, query_mult)
+    mu = key_mult - maj.rest[..., None]
+    copies = maj.g.shape[-1] // mu.shape[-1]
+    eye = torch.eye(2, dtype=mu.dtype, device=mu.device)
+    inner = eye - el.gram @ maj.block
+    det = inner[..., 0, 0] * inner[..., 1, 1] - inner[..., 0, 1] * inner[..., 1, 0]
+    out = copies * mu.clamp_min(1e-300).log().flatten(1).sum(1) + det.abs().clamp_min(1e-300).log().sum(1)
+    if maj.gq.shape[1]:
+        out = out + maj.gq.shape[1] // query_mult.shape[1] * query_mult.log().sum(1)
+        out = out + 2 * torch.diagonal(el.factor, dim1=1, dim2=2).log().sum(1)
+    if maj.low_rank is not None:
+        Uk, Uq, J = maj.low_rank
+        Zk, Zq = el.solve(Uk, Uq)
+        G = torch.einsum("brkm,bskm->brs", Uk, Zk) + torch.einsum("brk,bsk->brs", Uq, Zq)
+        out = out + torch.linalg.slogdet(torch.eye(J.shape[-1], dtype=J.dtype, device=J.device) - G @ J)[1]
+    return out
+
+
 class Eliminated:
     """(Lambda - H) with its keys eliminated: tested, and ready to solve right-hand sides."""
 
@@ -41,8 +61,10 @@ class Eliminated:
             gram = self.d_inv[..., None] * (plane @ plane.transpose(1, 2))[:, None]
         else:
             gram = torch.einsum("bim,bkm,bjm->bkij", plane, self.d_inv, plane)
-        self.solved, fine = _inverse_less_identity(block, gram)
-        self.ok = self.ok & fine.all(1)
+        self.solved, positive, saddle = _inverse_less_identity(block, gram)
+        self.saddles = saddle.sum(1)  # blocks with one negative eigenvalue: the low-rank term may make up for one
+        allowed = 0 if maj.low_rank is None else 1
+        self.ok = self.ok & (positive | saddle).all(1) & (self.saddles <= allowed)
         self.gram = gram
         if maj.gq.shape[1]:
             self._query(query_mult)
@@ -100,7 +122,7 @@ class Eliminated:
 
     def solve(self, keys: torch.Tensor, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Solve for right-hand sides (B, r, K, m) and (B, r, k)."""
-        maj, Y = self.maj, self.solved
+        maj = self.maj
         first = self._inverse_key(keys)
         if not query.shape[-1]:
             return first, query
@@ -146,9 +168,15 @@ def dual(maj: Majorant, key_mult: torch.Tensor, query_mult: torch.Tensor) -> Dua
         Zk, Zq, J = sk[:, 1:], sq[:, 1:], U[2]
         G = torch.einsum("brkm,bskm->brs", U[0], Zk) + torch.einsum("brk,bsk->brs", U[1], Zq)
         seen = (U[0] * dk[:, None]).flatten(2).sum(2) + (U[1] * dq[:, None]).sum(2)  # (B, r)
-        small, fine = _inverse_less_identity(J, (G + G.transpose(1, 2)) / 2)
-        ok = ok & fine
-        w = _mv(small, seen)
+        W = torch.linalg.inv(J) - (G + G.transpose(1, 2)) / 2
+        det, trace = W[:, 0, 0] * W[:, 1, 1] - W[:, 0, 1] * W[:, 1, 0], W[:, 0, 0] + W[:, 1, 1]
+        size = W.detach().abs().amax((1, 2))
+        # Haynsworth: with J indefinite, Lambda - H > 0 iff W has one eigenvalue of each sign, or, after one saddle, W > 0
+        ok = ok & torch.where(
+            el.saddles == 0, det < -MARGIN * size**2, (det > MARGIN * size**2) & (trace > MARGIN * size)
+        )
+        safe = torch.where(ok, det, torch.ones_like(det))[:, None, None]
+        w = _mv(_adjugate(W) / safe, seen)
         dk = dk + torch.einsum("br,brkm->bkm", w, Zk)
         dq = dq + torch.einsum("br,brk->bk", w, Zq)
     gain = (hk * dk).flatten(1).sum(1) + (hq * dq).sum(1)
@@ -157,6 +185,27 @@ def dual(maj: Majorant, key_mult: torch.Tensor, query_mult: torch.Tensor) -> Dua
     value = maj.q0 + gain / 2 + room_k.flatten(1).sum(1) / 2 + room_q.sum(1) / 2
     value = torch.where(ok & torch.isfinite(value), value, torch.full_like(value, torch.inf))
     return Dual(value, dk, dq)
+
+
+def apply(maj: Majorant, dk: torch.Tensor, dq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """H d for d = (dk (B, K, m), dq (B, k))."""
+    seen = dk @ maj.plane.transpose(1, 2)  # (B, K, 2)
+    weight = _over(maj.rest[..., None], maj.key_radius.square())
+    at = _mv(maj.features, dq) if maj.features is not None else dq
+    head = _mv(maj.fq, at)  # (B, h)
+    in_plane = _mv(maj.block, seen) + maj.couple * _mv(maj.beta, at)[..., None]
+    key = in_plane @ maj.plane + weight * dk
+    key = key + maj.c[..., None] * _mv(maj.fk.transpose(1, 2), head)[:, None]
+    onto = _mv(maj.fk, maj.spread * _mv(maj.fk.transpose(1, 2), head) + (maj.c[..., None] * dk).sum(1))
+    query = _mv(maj.T, at) + _mv(maj.fq.transpose(1, 2), onto)
+    query = query + _mv(maj.beta.transpose(1, 2), (seen * maj.couple).sum(-1))
+    if maj.features is not None:
+        query = _mv(maj.features.transpose(1, 2), query)
+    if maj.low_rank is not None:
+        Uk, Uq, J = maj.low_rank
+        w = _mv(J, (Uk * dk[:, None]).flatten(2).sum(2) + (Uq * dq[:, None]).sum(2))
+        key, query = key + torch.einsum("br,brkm->bkm", w, Uk), query + torch.einsum("br,brk->bk", w, Uq)
+    return key, query
 
 
 def _room(at: torch.Tensor, size: int) -> torch.Tensor:
@@ -182,31 +231,26 @@ def _root(W: torch.Tensor) -> torch.Tensor:
     return factor
 
 
-def _inverse_less_identity(J: torch.Tensor, G: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """J (I - G J)^{-1} for symmetric J and G >= 0 (..., r, r), and whether I - G^{1/2} J G^{1/2} > 0 with a margin."""
+def _adjugate(M: torch.Tensor) -> torch.Tensor:
+    """Adjugate of 2 x 2 matrices."""
+    first = torch.stack([M[..., 1, 1], -M[..., 0, 1]], -1)
+    return torch.stack([first, torch.stack([-M[..., 1, 0], M[..., 0, 0]], -1)], -2)
+
+
+def _inverse_less_identity(J: torch.Tensor, G: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """J (I - G J)^{-1} for symmetric 2 x 2 J and G >= 0, and the signs of the eigenvalues of I - G^{1/2} J G^{1/2}.
+
+    Returns the matrix, whether both are positive, and whether one is negative; each with a margin.
+    """
     finite = torch.isfinite(G).flatten(-2).all(-1) & torch.isfinite(J).flatten(-2).all(-1)
     G = torch.where(finite[..., None, None], G, torch.zeros_like(G))
     J = torch.where(finite[..., None, None], J, torch.zeros_like(J))
-    r = J.shape[-1]
-    eye = torch.eye(r, dtype=J.dtype, device=J.device)
-    P = G @ J
-    if r == 2:
-        M = eye - P
-        det = M[..., 0, 0] * M[..., 1, 1] - M[..., 0, 1] * M[..., 1, 0]
-        trace = M[..., 0, 0] + M[..., 1, 1]
-        size = 1 + P.abs().amax((-2, -1))
-        fine = finite & (det > MARGIN * size * size) & (trace > MARGIN * size)
-        safe = torch.where(fine, det, torch.ones_like(det))
-        adjugate = torch.stack(
-            [torch.stack([M[..., 1, 1], -M[..., 0, 1]], -1), torch.stack([-M[..., 1, 0], M[..., 0, 0]], -1)], -2
-        )
-        out = J @ adjugate / safe[..., None, None]
-        return (out + out.transpose(-2, -1)) / 2, fine
-    values, vectors = torch.linalg.eigh(G)
-    root = vectors * values.clamp_min(0).sqrt()[..., None, :]
-    inner = root.transpose(-2, -1) @ J @ root
-    ev, q = torch.linalg.eigh((inner + inner.transpose(-2, -1)) / 2)
-    fine = finite & (ev.amax(-1) < 1 - MARGIN * (1 + ev.abs().amax(-1)))
-    gap = torch.where(fine[..., None], 1 - ev, torch.ones_like(ev))
-    JR = J @ root @ q
-    return J + (JR / gap[..., None, :]) @ JR.transpose(-2, -1), fine
+    M = torch.eye(2, dtype=J.dtype, device=J.device) - G @ J
+    det = M[..., 0, 0] * M[..., 1, 1] - M[..., 0, 1] * M[..., 1, 0]
+    trace = M[..., 0, 0] + M[..., 1, 1]
+    size = 2 + M.detach().abs().amax((-2, -1))
+    positive = finite & (det > MARGIN * size * size) & (trace > MARGIN * size)
+    saddle = finite & (det < -MARGIN * size * size)
+    safe = torch.where(positive | saddle, det, torch.ones_like(det))
+    out = J @ _adjugate(M) / safe[..., None, None]
+    return (out + out.transpose(-2, -1)) / 2, positive, saddle

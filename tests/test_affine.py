@@ -1,0 +1,93 @@
+"""Affine upper bounds: sound for any slope, second order at the gradient, differentiable."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from attn_bounds.affine import affine_upper_bound, affine_upper_bounds, gradient_slope
+from attn_bounds.head import AttentionHead
+from attn_bounds.problem import HeadProblem
+from attn_bounds.reduced import reduce
+from attn_bounds.regions import TokenBall, TokenBox
+
+
+def problem_of(seed: int, radius: float, box: bool = False, d: int = 12, **more: object) -> HeadProblem:
+    rng = np.random.default_rng(seed)
+    tokens = rng.standard_normal((4, d))
+    W = rng.standard_normal((3, 3, d)) / np.sqrt(d) * rng.uniform(0.5, 3)
+    query = more.pop("query", 1)
+    if query == "outside":
+        query = rng.standard_normal(d)
+    if box:
+        points = np.concatenate([tokens, query[None]]) if isinstance(query, np.ndarray) else tokens
+        region = TokenBox(points - radius, points + radius)
+    else:
+        region = TokenBall(radius, relative=False)
+    return HeadProblem(AttentionHead(*W), tokens, query, rng.standard_normal(3), region, **more)  # type: ignore[arg-type]
+
+
+def sampled(problem: HeadProblem, rng: np.random.Generator, count: int = 400) -> torch.Tensor:
+    """Placed points (count, p, d) of the region, most of them on its boundary."""
+    from attn_bounds.reduced import centre_and_spread
+
+    centres, spread = centre_and_spread(problem)
+    step = torch.as_tensor(rng.standard_normal((count, *centres.shape)))
+    if spread.dim() == 1:
+        return centres + step / step.norm(dim=-1, keepdim=True) * spread[:, None] * (1 - 1e-12)
+    return centres + torch.sign(step) * spread * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("box", [False, True])
+@pytest.mark.parametrize("more", [{}, {"query_moves": False}, {"query": "outside"}, {"keys": [True, False, True, False]}])
+def test_no_sample_lies_above(box: bool, more: dict) -> None:
+    rng = np.random.default_rng(0)
+    finite = 0
+    for seed in range(12):
+        problem = problem_of(seed, 10 ** rng.uniform(-2, 0.3), box, **dict(more))
+        points = sampled(problem, rng)
+        query = points[:, problem.n] if points.shape[1] > problem.n else None
+        value = problem.value(points[:, : problem.n], query)
+        for scale in (0.0, 1.0):
+            given = None if scale == 0 else rng.standard_normal(tuple(points.shape[1:]))
+            slope, offset, _ = affine_upper_bound(problem, given)
+            assert (value <= (points * slope).sum((1, 2)) + offset).all()
+            finite += int(np.isfinite(offset))
+    assert finite > 12
+
+
+def test_second_order_at_the_gradient() -> None:
+    radii = (0.002, 0.02)
+    offsets = []
+    for radius in radii:
+        reduced = reduce([problem_of(seed, radius) for seed in range(10)])
+        offsets.append(affine_upper_bounds(reduced, *gradient_slope(reduced))[0] - reduced.nominal)
+    order = torch.log(offsets[1] / offsets[0]) / np.log(radii[1] / radii[0])
+    assert (order > 1.9).all()
+
+
+def test_gradient_with_respect_to_the_slope() -> None:
+    reduced = reduce([problem_of(seed, 0.05) for seed in range(3)])
+    keys, query = (1.2 * g for g in gradient_slope(reduced))
+    keys.requires_grad_()
+    offsets, multipliers = affine_upper_bounds(reduced, keys, query)
+    offsets.sum().backward()
+    step = 1e-6 * torch.randn(keys.shape, dtype=keys.dtype, generator=torch.Generator().manual_seed(0))
+    up, down = (affine_upper_bounds(reduced, keys.detach() + s * step, query, multipliers=multipliers)[0] for s in (1, -1))
+    assert torch.allclose((keys.grad * step).flatten(1).sum(1), (up - down) / 2, rtol=1e-4, atol=1e-12)
+
+
+def test_a_slope_outside_the_reduced_coordinates_costs_its_reach() -> None:
+    problem = problem_of(0, 0.01, d=40)
+    slope, offset, _ = affine_upper_bound(problem)
+    reduced = reduce([problem])
+    assert reduced.u.shape[1] < 40
+    u = problem.head.value_direction(problem.readout)[0]
+    span = torch.linalg.qr(torch.cat([problem.head.W_Q, problem.head.W_K, u[None]]).T)[0]
+    outside = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    outside = outside - span @ (span.T @ outside)
+    tilted = slope.clone()
+    tilted[0] += outside
+    offset_tilted = affine_upper_bound(problem, tilted)[1] + float(outside @ problem.tokens[0])
+    assert 0 < offset_tilted - offset < 0.03 * float(outside.norm())
