@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ._arrays import checked_device
 from .errors import ArgumentError, MissingDependencyError, ModelLoadError, UnsupportedModelError
 from .head import AttentionHead
 from .loaders import from_model, loader_of
@@ -167,11 +168,8 @@ def load_model(name: str, dtype: str = "float64", device: str | None = None) -> 
     """
     if dtype not in DTYPES:
         raise ArgumentError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        first = str(error).splitlines()[0]
-        raise ArgumentError(f"device: expected one that torch can use here, got {device!r} ({first})") from None
+    if device is not None:
+        checked_device(device)
     from transformers import AutoModel, AutoTokenizer
     from transformers.utils import logging
 

@@ -73,7 +73,7 @@ def test_float32_weights_give_other_tokens_and_float64_bounds(tmp_path, tiny_gpt
         (["--jobs", "0"], "jobs: expected at least 1"),
         (["--engine", "dask"], "address: expected the Dask scheduler's"),
         (["--address", "tcp://localhost:1"], "address: expected none with engine 'local'"),
-        (["--device", "nowhere"], "device: expected one that torch can use"),
+        (["--device", "nowhere"], "device: expected one that torch has here"),
     ],
 )
 def test_errors_are_one_line(capsys, tmp_path, tiny_gpt2, change, words):

@@ -12,7 +12,19 @@ PROMPTS = [
     "The old bridge was closed after the flood, and nobody knows when it will open again.",
     "Her second novel sold far better than the first, although the critics liked it less.",
 ]
-METHODS = ["search", "exact", "first-order", "vertex", "lagrangian", "ibp", "crown", "crown:stock", "alpha-crown"]
+METHODS = [
+    "search",
+    "exact",
+    "first-order",
+    "vertex",
+    "moment2",
+    "moment3",
+    "lagrangian",
+    "ibp",
+    "crown",
+    "crown:stock",
+    "alpha-crown",
+]
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
