@@ -79,7 +79,7 @@ def test_float32_weights_give_other_tokens_and_float64_bounds(tmp_path, tiny_gpt
 def test_errors_are_one_line(capsys, tmp_path, tiny_gpt2, change, words):
     if "dask" in change:
         pytest.importorskip("distributed")
-    code = heads(tiny_gpt2, tmp_path / "a", *change)
+    code = heads(tiny_gpt2, tmp_path / "a", *OWN, *change)
     err = capsys.readouterr().err
     assert code == 2 and words in err and "Traceback" not in err
 
@@ -99,6 +99,12 @@ def test_a_missing_verifier_is_a_typed_error(capsys, tmp_path, tiny_gpt2, monkey
         runs.runner("crown")
     assert heads(tiny_gpt2, tmp_path / "a", "--methods", "crown") == 2
     assert "needs auto_LiRPA" in capsys.readouterr().err
+    few = ["--layers", "0", "--heads", "0", "--queries", "1", "--radii", ".01"]
+    assert heads(tiny_gpt2, tmp_path / "b", *few) == 0  # by default the rest is compared, and a line says so
+    assert "without ibp, crown, alpha-crown" in capsys.readouterr().err
+    assert set(table(tmp_path / "b")["method"]) == {
+        "search", "exact", "first-order", "vertex", "moment2", "moment3", "lagrangian",
+    }  # fmt: skip
 
 
 def test_a_bound_from_elsewhere_is_checked_against_the_attained_value(rng):
@@ -131,9 +137,7 @@ def test_a_dead_process_is_a_typed_error():
 @needs_verifier
 @pytest.mark.lirpa
 def test_verifiers_stand_in_the_same_table(tmp_path, tiny_gpt2):
-    assert (
-        heads(tiny_gpt2, tmp_path / "a", "--methods", "search,first-order,ibp,crown", "--heads", "0") == 0
-    )
+    assert heads(tiny_gpt2, tmp_path / "a", "--methods", "search,first-order,ibp,crown", "--heads", "0") == 0
     rows = table(tmp_path / "a")
     theirs = rows[rows["method"].isin(["ibp", "crown"])]
     assert theirs["upper"].notna().all() and (theirs["upper"] >= theirs["lower"]).all()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 
+from ..errors import MissingDependencyError
 from ..report import write_report
+from ..runs import VERIFIER_METHODS, runner
 from ._units import add_units, run_units
 
 PROMPTS = [
@@ -33,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         dest="what", required=True, metavar="WHAT"
     )
     heads = kinds.add_parser("heads", help="heads x queries x prompts x radii x methods, with a report")
-    add_units(heads, queries=[4], radii=[0.001, 0.002, 0.01, 0.02], methods=METHODS, query_moves="both")
+    add_units(heads, queries=[4], radii=[0.001, 0.002, 0.01, 0.02], methods=None, query_moves="both")
     heads.set_defaults(compare=_heads)
     report = kinds.add_parser("report", help="the Markdown and HTML page of a run, from its table")
     report.add_argument("run", metavar="DIR", help="the --out of a run")
@@ -46,11 +49,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _heads(args: argparse.Namespace) -> int:
+    if args.methods is None:
+        args.methods = _default_methods()
     _, done, _ = run_units(args, PROMPTS)
     note = done.out / "command.txt"
     if not note.exists():
         note.write_text(shlex.join(["attn-bounds", *(a for a in args.argv if a != "--resume")]) + "\n")
     return _report(argparse.Namespace(run=str(done.out)))
+
+
+def _default_methods() -> list[str]:
+    """All methods; without those of a verifier, and a line that says so, where it is not installed."""
+    try:
+        runner("crown")
+    except MissingDependencyError as error:
+        print(f"attn-bounds compare: without {', '.join(VERIFIER_METHODS)}: {error}", file=sys.stderr)
+        return [m for m in METHODS if m.partition(":")[0] not in VERIFIER_METHODS]
+    return METHODS
 
 
 def _report(args: argparse.Namespace) -> int:
