@@ -42,23 +42,32 @@ def minilm():  # type: ignore[no-untyped-def]
     return AutoModel.from_pretrained(path).double().eval(), AutoTokenizer.from_pretrained(path)
 
 
+def _states(model, tokenizer, text: int, n: int) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
+    """What every layer reads, at least n tokens: beyond the model's 512 those of further texts follow."""
+    runs = []
+    for turn in range(1 + (n - 1) // 512):
+        order = [TEXTS[(text + turn + i) % len(TEXTS)] for i in range(len(TEXTS))]
+        words = " ".join(order * (1 + n // 80))
+        ids = tokenizer(words, return_tensors="pt", truncation=True, max_length=512)
+        with torch.no_grad():
+            runs.append(model(**ids, output_hidden_states=True).hidden_states)
+    return [torch.cat([run[layer][0] for run in runs]) for layer in range(len(runs[0]))]
+
+
 def units(n: int, radius: float, texts: int, seed: int, region=TokenBall, layers: int = 6) -> list[HeadProblem]:  # type: ignore[no-untyped-def]
     """One problem per head and text: first n tokens, a random query position, a random unit readout."""
     model, tokenizer = minilm()
     rng = np.random.default_rng(seed)
     problems = []
     for text in range(texts):
-        words = TEXTS[text % len(TEXTS)] + " " + " ".join(TEXTS) * (1 + n // 40)
-        ids = tokenizer(words, return_tensors="pt", truncation=True, max_length=512)
-        with torch.no_grad():
-            states = model(**ids, output_hidden_states=True).hidden_states
+        states = _states(model, tokenizer, text, n)
         for layer in range(layers):
             for head in range(12):
                 readout = rng.standard_normal(384)
                 readout /= np.linalg.norm(readout)
                 one = AttentionHead.from_bert(model, layer, head)
-                place = region(radius) if region is TokenBall else region.around(states[layer][0][:n], radius)
-                problems.append(HeadProblem(one, states[layer][0][:n], int(rng.integers(n)), readout, place))
+                place = region(radius) if region is TokenBall else region.around(states[layer][:n], radius)
+                problems.append(HeadProblem(one, states[layer][:n], int(rng.integers(n)), readout, place))
     return problems
 
 
