@@ -4,8 +4,8 @@
     python comparisons/exactness.py --n 64 --radius 0.005 0.01 0.02
     python comparisons/exactness.py --n 5 --radius 0.05 --pieces 64
 
-Prints, per radius: share of units with relative gap < 1e-9 (the rounding margin included), median and 90th percentile of
-the relative gap, and milliseconds a unit (batched; ascent included, the reduction of the problems not).
+Prints, per radius: share of units with relative gap < 1e-9 (the rounding margin included), median and 90th percentile
+of the relative gap, and milliseconds a unit (batched; ascent included, the reduction of the problems not).
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def main() -> None:
         gap = (found.upper - best) / (best - reduced.nominal)
         print(
             f"n={options.n} r={radius:g}: exact {100 * float((gap < 1e-9).double().mean()):.1f}%, median gap "
-            f"{float(gap.median()):.2e}, 90th {float(gap.quantile(0.9)):.2e}, {1e3 * seconds / reduced.size:.2f} ms a unit, "
-            f"{int((gap < -1e-12).sum())} violations of {reduced.size}",
+            f"{float(gap.median()):.2e}, 90th {float(gap.quantile(0.9)):.2e}, {1e3 * seconds / reduced.size:.2f} ms "
+            f"a unit, {int((gap < -1e-12).sum())} violations of {reduced.size}",
             flush=True,
         )
 

@@ -93,7 +93,9 @@ def random_batches(rng: np.random.Generator, count: int) -> Iterator[tuple[str, 
             yield name, reduce(problems)
 
 
-def linear_search(reduced: Reduced, keys: torch.Tensor, query: torch.Tensor, seed: int, steps: int = 25) -> torch.Tensor:
+def linear_search(
+    reduced: Reduced, keys: torch.Tensor, query: torch.Tensor, seed: int, steps: int = 25
+) -> torch.Tensor:
     """The largest f - G.w (B,) seen on the way from several starts, each step half way to where the gradient points."""
     rx = reduced.key_radius[:, None, :, None] if reduced.kind == "ball" else reduced.key_radius[:, None]
     ry = reduced.query_radius[:, None, None] if reduced.kind == "ball" else reduced.query_radius[:, None]
@@ -120,9 +122,9 @@ def linear_search(reduced: Reduced, keys: torch.Tensor, query: torch.Tensor, see
 def slope_violations(reduced: Reduced, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Affine offsets at random slopes around the gradient, and the best attained value of the same quantity."""
     keys, query = gradient_slope(reduced)
-    size = float(rng.choice([0.0, 0.3, 3.0]))
-    keys = keys + size * torch.as_tensor(rng.standard_normal(tuple(keys.shape))) * keys.abs().mean()
-    query = query + size * torch.as_tensor(rng.standard_normal(tuple(query.shape))) * keys.abs().mean()
+    size = float(rng.choice([0.0, 0.3, 3.0])) * torch.cat([keys.flatten(), query.flatten()]).abs().mean()
+    keys = keys + size * torch.as_tensor(rng.standard_normal(tuple(keys.shape)))
+    query = query + size * torch.as_tensor(rng.standard_normal(tuple(query.shape)))
     return affine_upper_bounds(reduced, keys, query)[0], linear_search(reduced, keys, query, int(rng.integers(1 << 30)))
 
 
@@ -143,7 +145,8 @@ def main(arguments: list[str] | None = None) -> int:
         bad = (upper < attained) | torch.isnan(upper)
         violated[name] += int(bad.sum())
         for i in bad.nonzero()[:3, 0].tolist():
-            print(f"VIOLATION {name}: upper {float(upper[i]):.17g}, attained {float(attained[i]):.17g}", file=sys.stderr)
+            figures = f"upper {float(upper[i]):.17g}, attained {float(attained[i]):.17g}"
+            print(f"VIOLATION {name}: {figures}", file=sys.stderr)
 
     for name, reduced in random_batches(rng, options.count):
         attained = ascend(reduced, starts=8, seed=int(rng.integers(1 << 30)))[2]
