@@ -1,9 +1,9 @@
 """Proof of a moment bound from its multipliers, in ball arithmetic and in the tokens' own coordinates.
 
-The certificate P of `bounds._recovery` is set up again from the weights, tokens and region: ranges, norms, weights of the
-softmax and all inner products. From the code that found the bound come only numbers that may be anything: the point to
-expand around, the multipliers, the common function and the weights of the remainder's norms. A wrong one can make the
-proof fail, not hold.
+The certificate P of `bounds._recovery` is set up again from the weights, tokens and region: ranges, norms, weights of
+the softmax and all inner products. From the code that found the bound come only numbers that may be anything: the
+point to expand around, the multipliers, the common function and the weights of the remainder's norms. A wrong one can
+make the proof fail, not hold.
 """
 
 from __future__ import annotations
@@ -76,9 +76,19 @@ def _add(*terms: tuple[arb, Vector]) -> Vector:
     return out
 
 
+def _scaled(factor: arb, x: Vector) -> Vector:
+    return [factor * a for a in x]
+
+
 def _apply(matrix: arb_mat, x: Vector) -> Vector:
     product = matrix * arb_mat([[a] for a in x])
     return [product[i, 0] for i in range(product.nrows())]
+
+
+def _by_columns(matrix: arb_mat, spread: Vector) -> arb_mat:
+    """matrix diag(spread)."""
+    rows, columns = matrix.nrows(), matrix.ncols()
+    return arb_mat([[matrix[i, j] * spread[j] for j in range(columns)] for i in range(rows)])
 
 
 def _outer(x: Vector, y: Vector) -> arb_mat:
@@ -118,7 +128,7 @@ class _Proof:
         self.at_q = _times(self.spread_q, self.wq)
         self.weight_q = self._weights(c.weight_q[0] if self.moves else None)
         self.common = self._token(c.common[0]) if self.moves else [arb(0)] * d
-        self.fq = self._scaled(facts.fq, self.spread_q)
+        self.fq = _by_columns(facts.fq, self.spread_q)
         self.image = _apply(facts.fq, self.at_q)
         self.keys = [self._key(place, j) for place, j in enumerate(facts.order)]
         shift = max((key.s for key in self.keys), key=float).mid()
@@ -144,12 +154,6 @@ class _Proof:
         whole = sum(exact, arb(0))
         return [value / whole for value in exact]
 
-    @staticmethod
-    def _scaled(matrix: arb_mat, spread: Vector) -> arb_mat:
-        """matrix diag(spread)."""
-        rows, columns = matrix.nrows(), matrix.ncols()
-        return arb_mat([[matrix[i, j] * spread[j] for j in range(columns)] for i in range(rows)])
-
     def _key(self, place: int, row: int) -> _Key:
         facts, c = self.facts, self.c
         own = c.own and place == len(facts.order) - 1
@@ -169,7 +173,7 @@ class _Proof:
             alpha = _times(spread, _add((arb(1), facts.a), (arb(1), back)))
         beta = _add((arb(1), _times(self.spread_q, _add((arb(1), b), (arb(1), turned)))), (arb(-1), self.common))
         weight = self.weight_q if own else self._weights(c.weight_k[0, place])
-        factor = self._scaled(facts.fk, spread)
+        factor = _by_columns(facts.fk, spread)
         bend = self._bend(factor, weight, place, row) if self.moves else arb(0)
         straight = _add((arb(1), _times(self.spread_q, b)), (arb(-1), self.common))
         reach = _support(facts, straight) if self.moves else arb(0)
@@ -189,15 +193,9 @@ class _Proof:
         """Bound of |(Fq d_q) . (F d)| over |d_q|_weight |d|_weight."""
         if self.ball:
             return self.facts.bilinear_norm * self.spread_q[0] * _spread(self.facts, row)[0]
-        left = self._gram(self.fq, self.weight_q)
-        right = self._gram(factor, weight)
+        left = _by_columns(self.fq, [1 / x for x in self.weight_q]) * self.fq.transpose()
+        right = _by_columns(factor, [1 / x for x in weight]) * factor.transpose()
         return _product_norm(left, right, arb(float(self.c.bend[0, place])))
-
-    @staticmethod
-    def _gram(matrix: arb_mat, weight: Vector) -> arb_mat:
-        rows, columns = matrix.nrows(), matrix.ncols()
-        scaled = arb_mat([[matrix[i, j] / weight[j] for j in range(columns)] for i in range(rows)])
-        return scaled * matrix.transpose()
 
     def _multiplier(self, name: str, place: int) -> Vector:
         """A vector multiplier in token coordinates."""
@@ -221,7 +219,8 @@ class _Proof:
         """Upper bound of the maximum of P over all real d_q, d_j, x_j."""
         d = self.facts.problem.head.d
         total = arb(0)
-        linear, quadratic = [arb(0)] * d, arb_mat(d, d)
+        linear, pairs = [arb(0)] * d, []
+        product = arb_mat(d, d)
         spent = arb(0)  # of lam_q, in units of weight_q
         core = arb_mat(self.fq.nrows(), self.fq.nrows())
         for place, key in enumerate(self.keys):
@@ -230,16 +229,19 @@ class _Proof:
             linear = _add((arb(1), linear), (arb(1), part.linear))
             if self.moves:
                 core += part.core
-                quadratic += part.quadratic
+                pairs += part.pairs
+                product = product if part.product is None else product + part.product
             spent += part.spent
         if not self.moves:
             return total
-        quadratic += self.fq.transpose() * core * self.fq
+        left, right = (arb_mat([pair[side] for pair in pairs]) for side in range(2))
+        product += left.transpose() * right
+        quadratic = (product + product.transpose()) * arb("0.5") + self.fq.transpose() * core * self.fq
         lam, region = self._region(self.y["ball_q"][0], self.wq)
         linear = _add((arb(1), linear), (arb(-2), _times(lam, self.wq)))
-        held = arb_mat(
-            d, d, [(lam[i] - spent * self.weight_q[i] if i == j else arb(0)) - quadratic[i, j] for i in range(d) for j in range(d)]
-        )  # fmt: skip
+        held = quadratic * arb(-1)
+        for i in range(d):
+            held[i, i] += lam[i] - spent * self.weight_q[i]
         return total + region + concave_maximum(held, linear)
 
     def _eliminate(self, place: int, key: _Key) -> _Part:
@@ -267,24 +269,26 @@ class _Proof:
         linear = _add((in_s + eta, key.beta), (arb(-1), g_q["norm"]), (-start, g_q["under"]))
         in_xq = _add((eta, key.beta), (arb(-1), g_q["norm"]), (arb(-1), g_q["over"]), (arb(1), g_q["under"]))
         tilt_q = _add((arb(1), g_q["over"]), (-slope, g_q["under"]))
-        quadratic = arb_mat(self.fq.ncols(), self.fq.ncols())
+        product: arb_mat | None = None
+        pairs: list[tuple[Vector, Vector]] = []
         core = arb_mat(self.fq.nrows(), self.fq.nrows())
         if self.moves:
-            crossed = _outer(tilt_q, key.beta) * arb("0.5")
-            quadratic += crossed + crossed.transpose()
+            pairs.append((tilt_q, key.beta))
         spent = cost * ratio / 2 if moving else cost
         if moving:
             lam, region = self._region(y["ball_k"][0, place], key.w)
             curve = [x - cost / ratio / 2 * weight for x, weight in zip(lam, key.weight, strict=True)]
             tilt = _add((arb(1), g_k["over"]), (-slope, g_k["under"]))
             if not all(x > 0 for x in curve):
-                return _Part(arb("inf"), linear, quadratic, core, spent)
+                return _Part(arb("inf"), linear, pairs, product, core, spent)
             inverse = _Inverse(curve, tilt, key.alpha)
             if not inverse.positive:
-                return _Part(arb("inf"), linear, quadratic, core, spent)
+                return _Part(arb("inf"), linear, pairs, product, core, spent)
             terms = [(p, key.u), (arb(-2), _times(lam, key.w)), (in_s + eta, key.alpha), (arb(-1), g_k["norm"])]
             direct = _add(*terms, (-start, g_k["under"]))
-            cross = _add((p, key.u), (arb(-1), g_k["norm"]), (eta, key.alpha), (arb(-1), g_k["over"]), (arb(1), g_k["under"]))
+            cross = _add(
+                (p, key.u), (arb(-1), g_k["norm"]), (eta, key.alpha), (arb(-1), g_k["over"]), (arb(1), g_k["under"])
+            )
             solved, solved_x = inverse(direct), inverse(cross)
             const += region + dot(direct, solved) / 4
             in_x += dot(cross, solved) / 2
@@ -294,14 +298,13 @@ class _Proof:
                 linear = _add((arb(1), linear), (arb("0.5"), carry(solved)))
                 in_xq = _add((arb(1), in_xq), (arb("0.5"), carry(solved_x)))
                 core += inverse.gram(key.factor) * (twist * twist / 4)
-                quadratic += self._bent(key, inverse, twist, ((tilt, key.beta), (key.alpha, tilt_q)))
+                pairs += self._bent(key, inverse, twist, ((tilt, key.beta), (key.alpha, tilt_q)))
         else:
             linear = _add((arb(1), linear), (p, key.u))
             in_xq = _add((arb(1), in_xq), (p, key.u))
-            product = self.fq.transpose() * key.factor * (twist / 2)
-            quadratic += product + product.transpose()
+            product = self.fq.transpose() * key.factor * twist
         if not kappa > 0:
-            return _Part(arb("inf"), linear, quadratic, core, spent)
+            return _Part(arb("inf"), linear, pairs, product, core, spent)
         # Any nonnegative numbers will do for the linear terms in e_j - e^low and e^high - e_j.
         over = larger((in_x - 2 * kappa * xu).mid(), arb(0))
         under = larger((2 * kappa * xl - in_x).mid(), arb(0))
@@ -309,8 +312,8 @@ class _Proof:
         const += over * xu - under * xl + in_x * in_x / (4 * kappa)
         if self.moves:
             linear = _add((arb(1), linear), (in_x / (2 * kappa), in_xq))
-            quadratic += _outer(in_xq, in_xq) * (1 / (4 * kappa))
-        return _Part(const, linear, quadratic, core, spent)
+            pairs.append((_scaled(1 / (4 * kappa), in_xq), in_xq))
+        return _Part(const, linear, pairs, product, core, spent)
 
     def _carry(self, key: _Key, twist: arb, tilt: Vector, tilt_q: Vector) -> Any:
         """B^T g with B = twist N^T + tilt beta^T + alpha tilt_q^T."""
@@ -321,26 +324,29 @@ class _Proof:
 
         return carry
 
-    def _bent(self, key: _Key, inverse: _Inverse, twist: arb, sides: Any) -> arb_mat:
+    def _bent(self, key: _Key, inverse: _Inverse, twist: arb, sides: Any) -> list[tuple[Vector, Vector]]:
         """The parts of B^T M^{-1} B / 4 that hold a vector of rank one."""
-        out = arb_mat(self.fq.ncols(), self.fq.ncols())
+        pairs = []
         for key_side, query_side in sides:
             solved = inverse(key_side)
             bent = _apply(self.fq.transpose(), _apply(key.factor, solved))
-            mixed = _outer(bent, query_side) * (twist / 4)
-            out += mixed + mixed.transpose()
+            pairs.append((_scaled(twist / 2, bent), query_side))
             for other_key, other_query in sides:
-                out += _outer(other_query, query_side) * (dot(other_key, solved) / 4)
-        return out
+                pairs.append((_scaled(dot(other_key, solved) / 4, other_query), query_side))
+        return pairs
 
 
 @dataclass
 class _Part:
-    """What is left of one key: const + linear . d_q + d_q^T (quadratic + Fq^T core Fq) d_q, and what it takes of lam_q."""
+    """What is left of one key, and what it takes of lam_q.
+
+    const + linear . d_q + sum over pairs (x . d_q)(y . d_q) + d_q^T (product + Fq^T core Fq) d_q
+    """
 
     const: arb
     linear: Vector
-    quadratic: arb_mat
+    pairs: list[tuple[Vector, Vector]]
+    product: arb_mat | None
     core: arb_mat
     spent: arb
 
@@ -367,9 +373,7 @@ class _Inverse:
     def gram(self, factor: arb_mat) -> arb_mat:
         """factor inverse factor^T."""
         assert self.core is not None
-        rows, columns = factor.nrows(), factor.ncols()
-        scaled = arb_mat([[factor[i, j] / self.curve[j] for j in range(columns)] for i in range(rows)])
-        out = scaled * factor.transpose()
+        out = _by_columns(factor, [1 / x for x in self.curve]) * factor.transpose()
         images = [_apply(factor, side) for side in self.scaled]
         for i in range(2):
             for j in range(2):
@@ -414,7 +418,8 @@ def concave_maximum(held: arb_mat, linear: Vector) -> arb:
 
 
 def _product_norm(left: arb_mat, right: arb_mat, guess: arb) -> arb:
-    """Upper bound of sqrt of the top eigenvalue of left right (Gram matrices): `guess` where it can be shown, else cruder.
+    """Upper bound of sqrt of the top eigenvalue of left right (Gram matrices): `guess` where it can be shown, else
+    cruder.
 
     right <= K K^T for a float64 K, and guess^2 - K^T left K is positive definite: then the eigenvalue is below guess^2.
     """
@@ -424,11 +429,13 @@ def _product_norm(left: arb_mat, right: arb_mat, guess: arb) -> arb:
     top = max(float(values[-1]), 1e-300)
     K = arb_mat((vectors * np.sqrt(np.maximum(values, 0) + 1e-12 * top)).tolist())
     zero = [arb(0)] * n
-    if concave_maximum(K * K.transpose() - right, zero) == 0 or bool(concave_maximum(K * K.transpose() - right, zero) < 1):
+    if bool(concave_maximum(K * K.transpose() - right, zero) < 1):  # positive definite, so not infinite
         core = K.transpose() * left * K
         for factor in ("1", "1.0000001", "1.001"):
             bound = guess * arb(factor)
-            held = arb_mat(n, n, [(bound * bound if i == j else arb(0)) - core[i, j] for i in range(n) for j in range(n)])
+            held = arb_mat(
+                n, n, [(bound * bound if i == j else arb(0)) - core[i, j] for i in range(n) for j in range(n)]
+            )
             if bool(concave_maximum(held, zero) < 1):
                 return bound
     return root(sum(((left * right)[i, i] for i in range(n)), arb(0)))  # the trace
