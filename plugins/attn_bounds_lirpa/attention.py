@@ -117,6 +117,7 @@ class BoundAttentionMix(RelaxedOp):
         self.network = weakref.ref(network) if network is not None else lambda: None
         self.max_rows = max_rows
         self.forms = None
+        self.local = None  # LocalHeads, where the fused attention is all there is between the input and the output
 
     def forward(self, d, v):
         n_keys = v.shape[-2]
@@ -140,6 +141,31 @@ class BoundAttentionMix(RelaxedOp):
         parameters[..., 2:].clamp_(0, 1)
 
     def upper_rows(self, rows, parameters):
+        slopes, bias = self._wide_upper(rows, parameters)
+        if self.local is not None and self.local.applies():
+            return self._with_local(rows, slopes, bias)
+        return slopes, bias
+
+    def _with_local(self, rows, slopes, bias):
+        """Put the certificates' constant where a row reads one head at one query; never above the wide bound there.
+
+        A constant says all there is to say then: nothing else lies between the input and this row.
+        """
+        single = (rows != 0).any(-1).flatten(2).sum(-1).eq(1).all(1)  # (s,)
+        if not single.any():
+            return slopes, bias
+        chosen = single.nonzero().squeeze(-1)
+        constant, gap = self.local.upper(rows[chosen])
+        if (gap > 1e-9 * (1 + constant.abs())).any():
+            local, self.local = self.local, None
+            try:
+                constant = torch.minimum(constant, bound_rows(self.network(), self, rows[chosen])[1])
+            finally:
+                self.local = local
+        slopes = tuple(slope.index_fill(0, chosen, 0.0) for slope in slopes)
+        return slopes, bias.index_copy(0, chosen, round_up(constant, bias.dtype))
+
+    def _wide_upper(self, rows, parameters):
         v_lo, v_hi = self.inputs[1].lower, self.inputs[1].upper
         d_lo, d_hi = full_differences(self.inputs[0].lower, self.inputs[0].upper, v_lo.shape[-2])
         w_lo, w_hi = self.value_range(rows, v_lo, v_hi)
@@ -184,6 +210,12 @@ class BoundAttentionMix(RelaxedOp):
                 for key in range(n_keys):
                     low[chosen, :, key], high[chosen, :, key] = self.forms.range(directions[chosen], head, key)
         return low, high
+
+
+def round_up(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """`value` in another dtype, never below it."""
+    rounded = value.to(dtype)
+    return torch.where(rounded.double() < value, torch.nextafter(rounded, torch.full_like(rounded, torch.inf)), rounded)
 
 
 def _put(target: Tensor, s, h, i, values: Tensor, better) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .attention import BoundAttentionMix, BoundScoreDifferences
+from .local import LocalHeads
 from .patch_conv import use_patch_convolutions
 from .softmax import BoundRepairedSoftmax
 
@@ -108,6 +109,7 @@ def _replace(network, softmax, scores, between, output, scale, mask, max_rows):
     network.replace_node(output, mix)
     for node in (softmax, *between, scores):
         network.delete_node(node)
+    mix.local = LocalHeads.find(network, differences, mix)
 
 
 def attach(network, max_rows: int = 1024) -> dict:

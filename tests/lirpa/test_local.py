@@ -1,0 +1,78 @@
+"""LOCAL regime: a head directly on the perturbed tokens is bounded as the library's certificates bound it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from attn_bounds_lirpa import PerturbationTokenBall, attach
+from auto_LiRPA import BoundedTensor, PerturbationLpNorm
+from conftest import Attention, Block, convert
+
+from attn_bounds.certify import certify_many
+from attn_bounds.head import AttentionHead
+from attn_bounds.problem import HeadProblem
+from attn_bounds.regions import TokenBall, TokenBox
+
+pytestmark = pytest.mark.lirpa
+
+
+def head_of(model, index):
+    rows = slice(index * model.d_head, (index + 1) * model.d_head)
+    parts = [getattr(model, name).weight.detach()[rows] for name in "qkv"]
+    biases = [getattr(model, name).bias.detach()[rows] for name in "qkv"]
+    return AttentionHead(*parts, model.out.weight.detach()[:, rows], *biases, scale=model.scale)
+
+
+@pytest.mark.parametrize("mask", [None, torch.triu(torch.full((4, 4), -1e9), 1)])
+@pytest.mark.parametrize("kind", ["ball", "box"])
+def test_the_bound_of_one_head_is_the_certificate(mask, kind):
+    torch.manual_seed(2)
+    model, x = Attention(heads=1, d_head=4, mask=mask), torch.randn(2, 4, 6)
+    network = convert(model, x)
+    attach(network)
+    c = torch.randn(3, 6)
+    query = 2
+    C = torch.zeros(2, 3, 4, 6)
+    C[:, :, query] = c
+    if kind == "ball":
+        region, place = PerturbationTokenBall(0.02, relative=True), lambda z: TokenBall(0.02)
+    else:
+        region = PerturbationLpNorm(norm=math.inf, x_L=x - 0.02, x_U=x + 0.02)
+        place = lambda z: TokenBox(z - 0.02, z + 0.02)  # noqa: E731
+    lower, upper = network.compute_bounds(x=(BoundedTensor(x, region),), C=C.flatten(2), method="CROWN")
+    keys = None if mask is None else torch.arange(4) <= query
+    bias = c @ model.out.bias.detach()
+    for sign, bound in ((1, upper - bias), (-1, lower - bias)):
+        problems = [
+            HeadProblem(head_of(model, 0), z, query, sign * row, place(z), keys=keys) for z in x.detach() for row in c
+        ]
+        certificates = certify_many(problems, "lagrangian", steps=4)
+        expected = torch.tensor([certificate.upper for certificate in certificates]).view(2, 3)
+        attained = torch.tensor([certificate.lower for certificate in certificates]).view(2, 3)
+        assert (sign * bound <= expected + 1e-9).all()
+        assert (sign * bound >= attained - 1e-9).all()
+
+
+def test_several_heads_and_queries_stay_sound():
+    torch.manual_seed(3)
+    model, x = Attention(), torch.randn(1, 4, 6)
+    network = convert(model, x)
+    attach(network)
+    C = torch.randn(1, 4, 24)
+    for radius in (0.0, 0.03, 0.5):
+        region = PerturbationTokenBall(radius)
+        lower, upper = network.compute_bounds(x=(BoundedTensor(x, region),), C=C, method="CROWN")
+        step = torch.randn(3000, 4, 6)
+        y = model(x + radius * step / step.norm(dim=-1, keepdim=True)).flatten(1) @ C[0].T
+        assert (lower[0] <= y.amin(0) + 1e-9).all() and (upper[0] >= y.amax(0) - 1e-9).all()
+
+
+def test_the_regime_is_left_to_graphs_where_it_applies():
+    x = torch.randn(1, 4, 6)
+    for model, applies in ((Attention(), True), (Block(), False), (Attention(mask=torch.randn(4)), False)):
+        network = convert(model, x)
+        attach(network)
+        mix = next(node for node in network.nodes() if type(node).__name__ == "BoundAttentionMix")
+        assert (mix.local is not None) == applies
