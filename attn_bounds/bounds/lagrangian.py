@@ -138,7 +138,7 @@ def _result(
     upper = t + excess + margin
     known = torch.isfinite(upper)
     upper = torch.where(known, upper, torch.full_like(upper, torch.inf))
-    witness = {"t": upper, **witness}
+    witness = {"base": t + margin, **witness}  # proved to fail by `excess` at most
     reason = [None if good else REASON for good in known.tolist()]
     return BatchBound(upper, torch.where(known, margin, torch.zeros_like(margin)), witness, (x, y), reason)
 
