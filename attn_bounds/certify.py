@@ -7,14 +7,17 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from ._arrays import checked_device
 from .bounds.first_order import first_order
 from .bounds.interval import interval
 from .bounds.lagrangian import lagrangian
+from .bounds.moment import moment
 from .bounds.result import BatchBound
 from .bounds.vertex import vertex
 from .certificate import EXACT_GAP, Certificate, seal_of
@@ -32,11 +35,14 @@ BOUNDS: dict[str, Callable[..., BatchBound]] = {
     "first-order": first_order,
     "vertex": vertex,
     "lagrangian": lagrangian,
+    "moment2": partial(moment, order=2),
+    "moment3": partial(moment, order=3),
 }
 METHODS = (*BOUNDS, "best")
 CLOSED_FORM = ("interval", "first-order", "vertex")  # they never fail, and nothing cheaper is tighter
-# What `best` tries after `vertex`, cheapest first, while a gap is left.
-LADDER: tuple[tuple[str, dict[str, Any]], ...] = (("lagrangian", {}),)
+# What `best` tries after `vertex`, cheapest first, while a gap is left. Options given to `best` go to `lagrangian`.
+LADDER: tuple[tuple[str, dict[str, Any]], ...] = (("lagrangian", {}), ("lagrangian", {"max_pieces": 64}), ("moment3", {}))
+MOMENT_KEYS = 32  # `best` leaves the moment relaxations out where there are more keys: seconds a problem
 CHUNK = 96  # problems a batch; more only costs memory
 
 
@@ -73,7 +79,8 @@ def certify_many(
     if method not in METHODS:
         raise ArgumentError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
     if device is not None:
-        problems = [problem.to(device) for problem in problems]
+        where = checked_device(device)
+        problems = [problem.to(where) for problem in problems]
     for problem in problems:
         if (reason := why_not(problem, method)) is not None:
             raise MethodNotApplicableError(reason)
@@ -129,9 +136,10 @@ def _ladder(problems: list[HeadProblem], reduced: Reduced, options: dict[str, An
     rungs = [_rung(problems, reduced, everything, "vertex", {})]
     for method, more in LADDER:
         todo = _open(problems, reduced, rungs)
-        if not todo:
+        if not todo or (method == "moment3" and reduced.n > MOMENT_KEYS):
             break
-        rungs.append(_rung(problems, reduced[torch.tensor(todo)], todo, method, more | options))
+        given = more | options if method == "lagrangian" else more
+        rungs.append(_rung(problems, reduced[torch.tensor(todo)], todo, method, given))
     return rungs
 
 

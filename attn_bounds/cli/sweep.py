@@ -7,6 +7,7 @@ import json
 from itertools import product
 from pathlib import Path
 
+from .._arrays import checked_device
 from ..certify import METHODS
 from ..errors import ArgumentError
 from ..models import load_model
@@ -44,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError("prompts: expected either --prompts FILE or --token-ids, got both or neither")
     if any(r < 0 for r in args.radii):
         raise ArgumentError(f"radii: expected at least 0, got {min(args.radii):g}")
+    if args.device is not None:
+        checked_device(args.device)
     prompts = read_prompts(args.prompts) if args.prompts else [args.token_ids]
     model = load_model(args.model)
     layers, heads = indices("layers", args.layers, model.layers), indices("heads", args.heads, model.heads)
