@@ -84,6 +84,16 @@ class LoadedModel:
             raise ArgumentError(f"tokens: expected at most {states.shape[0]} (the prompt's length), got {count}")
         return states[:count]
 
+    def stream(self, prompt: str | Sequence[int], layer: int, count: int | None = None) -> torch.Tensor:
+        """The residual stream (n, d) before block `layer`, float64; `count` keeps the first tokens."""
+        if not 0 <= layer < self.layers:
+            raise ArgumentError(f"layer: expected 0..{self.layers - 1}, got {layer}")
+        with torch.no_grad():
+            found = self.model(**self._inputs(prompt), output_hidden_states=True).hidden_states[layer][0].double()
+        if count is not None and not 1 <= count <= found.shape[0]:
+            raise ArgumentError(f"tokens: expected 1..{found.shape[0]} (the prompt's length), got {count}")
+        return found[:count]
+
     def problem(
         self,
         prompt: str | Sequence[int],

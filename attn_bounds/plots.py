@@ -108,6 +108,25 @@ def scatter(data: pd.DataFrame, path: Path) -> Path:
     return _panels(data, path, panel)
 
 
+def looseness(data: pd.DataFrame, path: Path) -> Path:
+    """Measured looseness of CROWN against the predicted one, log-log, a point a unit and a mark a form of softmax."""
+    figure = Figure(figsize=(5.6, 4.6))
+    axis = figure.subplots()
+    style = styles([str(m) for m in data["method"].unique()])
+    for method, rows in data.groupby("method", sort=True):
+        own = {k: v for k, v in style[str(method)].items() if k != "linestyle"}
+        axis.plot(rows["predicted"], rows["measured"], label=method, linestyle="none", markersize=5, alpha=0.8, **own)
+    ends = [data[["predicted", "measured"]].min().min(), data[["predicted", "measured"]].max().max()]
+    axis.plot(ends, ends, color="grey", linewidth=0.8)
+    axis.set(xscale="log", yscale="log", xlabel="predicted: sum of operations / joint term")
+    axis.set_ylabel("measured: CROWN / attained maximum")
+    axis.grid(alpha=0.3, which="major", linewidth=0.4)
+    axis.legend(fontsize=8, frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    return path
+
+
 def _panels(
     data: pd.DataFrame, path: Path, panel: Callable[[Axes, pd.DataFrame, dict[str, dict[str, str]]], None],
     legend: bool = True,
@@ -134,4 +153,4 @@ def _panels(
     return path
 
 
-__all__ = ["boxes", "gap_against_radius", "lines", "scatter", "shares"]
+__all__ = ["boxes", "gap_against_radius", "lines", "looseness", "scatter", "shares"]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from pathlib import Path
 
 from ..errors import MissingDependencyError
-from ..report import write_report
+from ..report import write_block_report, write_report
 from ..runs import VERIFIER_METHODS, runner
+from ._blocks import add_blocks, run_blocks
 from ._units import add_units, run_units
 
 PROMPTS = [
@@ -38,6 +40,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     heads = kinds.add_parser("heads", help="heads x queries x prompts x radii x methods, with a report")
     add_units(heads, queries=[4], radii=[0.001, 0.002, 0.01, 0.02], methods=None, query_moves="both")
     heads.set_defaults(compare=_heads)
+    blocks = kinds.add_parser("block-residual", help="second-order terms of whole blocks beside CROWN's bound")
+    add_blocks(blocks)
+    blocks.set_defaults(compare=_blocks)
     report = kinds.add_parser("report", help="the Markdown and HTML page of a run, from its table")
     report.add_argument("run", metavar="DIR", help="the --out of a run")
     report.set_defaults(compare=_report)
@@ -52,10 +57,21 @@ def _heads(args: argparse.Namespace) -> int:
     if args.methods is None:
         args.methods = _default_methods()
     _, done, _ = run_units(args, PROMPTS)
-    note = done.out / "command.txt"
-    if not note.exists():
-        note.write_text(shlex.join(["attn-bounds", *(a for a in args.argv if a != "--resume")]) + "\n")
+    _note_command(done.out, args.argv)
     return _report(argparse.Namespace(run=str(done.out)))
+
+
+def _note_command(folder: Path, argv: list[str]) -> None:
+    """Keep the command that started a run beside its table."""
+    note = folder / "command.txt"
+    if not note.exists():
+        note.write_text(shlex.join(["attn-bounds", *(a for a in argv if a != "--resume")]) + "\n")
+
+
+def _blocks(args: argparse.Namespace) -> int:
+    run_blocks(args, PROMPTS)
+    _note_command(Path(args.out), args.argv)
+    return _report(argparse.Namespace(run=args.out))
 
 
 def _default_methods() -> list[str]:
@@ -69,6 +85,6 @@ def _default_methods() -> list[str]:
 
 
 def _report(args: argparse.Namespace) -> int:
-    markdown, page = write_report(args.run)
-    print(f"{page} and {markdown}; figures and their CSVs beside them")
+    page = write_report(args.run) if (Path(args.run) / "settings.json").exists() else write_block_report(args.run)
+    print(f"{page}; report.md, figures and their CSVs beside it")
     return 0

@@ -85,7 +85,7 @@ def upper_bounds(
     folded = "unfolded" not in variants
     images = [_image(problem, folded) for problem in problems]
     region = {name: torch.stack([image[name] for image in images]) for name in images[0]}
-    with _double_precision():
+    with double_precision():
         graph = _Core(problems[0].head.d_head).eval()
         network = BoundedModule(
             graph, region["centre"], bound_opts=OPTIONS, verbose=False, device=region["centre"].device
@@ -203,7 +203,7 @@ def _image(problem: HeadProblem, folded: bool) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _double_precision() -> Iterator[None]:
+def double_precision() -> Iterator[None]:
     """auto_LiRPA builds constants in the default dtype, and warns of what its users cannot change."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
