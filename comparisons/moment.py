@@ -5,9 +5,9 @@
     python comparisons/moment.py time --n 5 10 20 40                       # CPU seconds a unit, query moving
     python comparisons/moment.py random --count 2000 --seed 0              # small heads, saturated ones included
 
-gap = (upper - max f) / (max f - f at the nominal tokens); cost = recovered upper minus the solver's own value, in the same
-unit; slope = of the absolute gap against the radius, log-log, median over units, taken where the gap is above 1e-6 at both
-ends. "plain" leaves the products of exp's tangent and chord with the region out.
+gap = (upper - max f) / (max f - f at the nominal tokens); cost = recovered upper minus the solver's own value, in the
+same unit; slope = of the absolute gap against the radius, log-log, median over units, taken where the gap is above 1e-6
+at both ends. "plain" leaves the products of exp's tangent and chord with the region out.
 """
 
 from __future__ import annotations
