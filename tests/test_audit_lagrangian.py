@@ -23,9 +23,8 @@ def problem_of(seed: int, radius: float, n: int = 4, d: int = 14, **more: object
     W = rng.standard_normal((3, 3, d)) / np.sqrt(d) * rng.uniform(0.5, 2)
     query = rng.standard_normal(d) if more.pop("outside", False) else 1
     region = TokenBall(radius, relative=False)
-    return HeadProblem(
-        AttentionHead(*W, b_Q=rng.standard_normal(3)), rng.standard_normal((n, d)), query, rng.standard_normal(3), region, **more
-    )
+    head = AttentionHead(*W, b_Q=rng.standard_normal(3))
+    return HeadProblem(head, rng.standard_normal((n, d)), query, rng.standard_normal(3), region, **more)  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
