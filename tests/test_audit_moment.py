@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -11,7 +12,10 @@ from moment_cases import small_problem
 
 from attn_bounds._audit_moment import concave_maximum, prove
 from attn_bounds._proof import set_precision
+from attn_bounds.audit import audit
 from attn_bounds.bounds.moment import moment
+from attn_bounds.certificate import seal_of
+from attn_bounds.certify import certify
 from attn_bounds.reduced import reduce
 from attn_bounds.search import search
 from comparisons.violations import random_problem
@@ -83,3 +87,12 @@ def test_concave_maximum_encloses_the_true_one() -> None:
     top = concave_maximum(arb_mat(A.tolist()), [arb(x) for x in g])
     assert math.isclose(float(top), true, rel_tol=1e-12)
     assert not concave_maximum(arb_mat((A - 10 * np.eye(6)).tolist()), [arb(x) for x in g]).is_finite()
+
+
+@pytest.mark.parametrize("method", ["moment2", "moment3"])
+def test_a_certificate_verifies_and_a_lowered_one_does_not(method: str) -> None:
+    certificate = certify(small_problem(1, 0.05), method)
+    assert certificate.method == method and certificate.verify()
+    lowered = dataclasses.replace(certificate, upper=certificate.upper - 3 * certificate.inflation)
+    assert not lowered.verify()  # the seal
+    assert not audit(dataclasses.replace(lowered, seal=seal_of(lowered))).passed  # and the proof
