@@ -1,6 +1,8 @@
 """How far can an attention head's output move when its tokens move a little? See README.md."""
 
 from . import errors
+from .affine import affine_upper_bound, affine_upper_bounds
+from .bounds.slack import secant_slack, secant_slack_loss
 from .certificate import Certificate
 from .certify import METHODS, certify, certify_many
 from .head import AttentionHead
@@ -18,6 +20,8 @@ __all__ = [
     "TokenBall",
     "TokenBox",
     "TokenSubstitutions",
+    "affine_upper_bound",
+    "affine_upper_bounds",
     "certify",
     "certify_many",
     "errors",
@@ -27,4 +31,6 @@ __all__ = [
     "from_multihead_attention",
     "from_vit",
     "search",
+    "secant_slack",
+    "secant_slack_loss",
 ]

@@ -45,3 +45,15 @@ def as_mask(name: str, value: Any, size: int, device: Any = None) -> torch.Tenso
     if tuple(tensor.shape) != (size,):
         raise ShapeError(f"{name}: expected ({size},), got {tuple(tensor.shape)}")
     return tensor.to(device=device)
+
+
+def checked_device(device: Any) -> torch.device:
+    """A torch device that is there. Raises: ArgumentError."""
+    try:
+        where = torch.device(device)
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        first = str(error).strip().splitlines()[0]
+        message = f"device: expected one that torch has here (cpu, cuda, ...), got {device!r} ({first})"
+        raise ArgumentError(message) from None
+    return where

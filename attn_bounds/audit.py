@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from flint import arb
 
+from ._audit_lagrangian import prove
 from ._proof import Facts, is_inside, output_at, set_precision
 from ._proof_exact import key_terms, list_terms
 from ._proof_ranges import ProvedRanges, price_sum, vertex_sum
@@ -59,4 +60,6 @@ def _is_bound(c: Certificate) -> bool:
         return bool(vertex_sum(ProvedRanges(facts), t) <= 0)
     if c.method in ("interval", "first-order"):
         return bool(price_sum(ProvedRanges(facts), arb(float(c.witness["t"]))) <= t)
+    if c.method == "lagrangian":
+        return bool(prove(c.problem, c.witness, c.upper) <= t)
     raise MethodNotApplicableError(f"method: no proof in ball arithmetic for {c.method!r}")

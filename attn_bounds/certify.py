@@ -7,14 +7,17 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from ._arrays import checked_device
 from .bounds.first_order import first_order
 from .bounds.interval import interval
 from .bounds.lagrangian import lagrangian
+from .bounds.moment import moment
 from .bounds.result import BatchBound
 from .bounds.vertex import vertex
 from .certificate import EXACT_GAP, Certificate, seal_of
@@ -32,11 +35,14 @@ BOUNDS: dict[str, Callable[..., BatchBound]] = {
     "first-order": first_order,
     "vertex": vertex,
     "lagrangian": lagrangian,
+    "moment2": partial(moment, order=2),
+    "moment3": partial(moment, order=3),
 }
 METHODS = (*BOUNDS, "best")
 CLOSED_FORM = ("interval", "first-order", "vertex")  # they never fail, and nothing cheaper is tighter
-# What `best` tries after `vertex`, cheapest first, while a gap is left.
-LADDER: tuple[tuple[str, dict[str, Any]], ...] = (("lagrangian", {}),)
+# What `best` tries after `vertex`, cheapest first, while a gap is left. Options given to `best` go to `lagrangian`.
+LADDER: tuple[tuple[str, dict[str, Any]], ...] = (("lagrangian", {}), ("lagrangian", {"max_pieces": 64}), ("moment3", {}))
+MOMENT_KEYS = 32  # `best` leaves the moment relaxations out where there are more keys: seconds a problem
 CHUNK = 96  # problems a batch; more only costs memory
 
 
@@ -73,7 +79,8 @@ def certify_many(
     if method not in METHODS:
         raise ArgumentError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
     if device is not None:
-        problems = [problem.to(device) for problem in problems]
+        where = checked_device(device)
+        problems = [problem.to(where) for problem in problems]
     for problem in problems:
         if (reason := why_not(problem, method)) is not None:
             raise MethodNotApplicableError(reason)
@@ -89,6 +96,52 @@ def certify_many(
                 answers.update(zip(chunk, found, strict=True))
                 bar.update(len(chunk))
     return [answers[i] for i in range(len(problems))]
+
+
+def certificates(
+    problems: Sequence[HeadProblem],
+    method: str,
+    uppers: Sequence[float],
+    seconds: Sequence[float],
+    reasons: Sequence[str | None] | None = None,
+) -> list[Certificate]:
+    """Put upper bounds that come from elsewhere (a verifier's; infinity: none) beside the best attained values.
+
+    A problem without an attained value is searched first. A bound that an attained value refutes is thrown away, and
+    `reason` says so.
+    """
+    _search_where_missing(problems)
+    out = []
+    for i, problem in enumerate(problems):
+        values = problem.tokens[problem.key_order] @ problem.head.value_direction(problem.readout)[0]
+        upper = torch.tensor([uppers[i]], dtype=torch.float64)
+        bound = BatchBound(upper, torch.zeros(1), {}, None, [reasons[i]] if reasons else None)
+        rung = _Rung(method, bound, [i])
+        out.append(_assemble(problem, [rung], i, seconds[i], float(values.max() - values.min())))
+    return out
+
+
+def _search_where_missing(problems: Sequence[HeadProblem], starts: int = 4) -> None:
+    groups: dict[tuple, list[HeadProblem]] = {}
+    for problem in problems:
+        if problem.found is None:
+            groups.setdefault(group_key(problem), []).append(problem)
+    for members in groups.values():
+        for start in range(0, len(members), CHUNK):
+            chunk = members[start : start + CHUNK]
+            _note(chunk, range(len(chunk)), ascend(reduce(chunk), starts)[:2])
+
+
+def search_many(problems: Sequence[HeadProblem], starts: int = 8) -> list[Certificate]:
+    """Search many problems, batched: certificates with an attained value and no upper bound."""
+    started = time.perf_counter()
+    for problem in problems:
+        problem.found = None
+    _search_where_missing(problems, starts)
+    each = (time.perf_counter() - started) / max(len(problems), 1)
+    count = len(problems)
+    reasons = ["search attains values and proves no bound"] * count
+    return certificates(problems, "search", [math.inf] * count, [each] * count, reasons)
 
 
 @dataclasses.dataclass
@@ -129,9 +182,10 @@ def _ladder(problems: list[HeadProblem], reduced: Reduced, options: dict[str, An
     rungs = [_rung(problems, reduced, everything, "vertex", {})]
     for method, more in LADDER:
         todo = _open(problems, reduced, rungs)
-        if not todo:
+        if not todo or (method == "moment3" and reduced.n > MOMENT_KEYS):
             break
-        rungs.append(_rung(problems, reduced[torch.tensor(todo)], todo, method, more | options))
+        given = more | options if method == "lagrangian" else more
+        rungs.append(_rung(problems, reduced[torch.tensor(todo)], todo, method, given))
     return rungs
 
 

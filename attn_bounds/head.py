@@ -6,6 +6,7 @@ import math
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from ._arrays import as_float64
@@ -94,11 +95,11 @@ class AttentionHead:
         q, k, v, o, b_q, b_k, b_v = (None if w is None else w.to(device) for w in weights)
         return AttentionHead(q, k, v, o, b_q, b_k, b_v, self.scale)
 
-    def forward(self, tokens: Any, query: Any, keys: Any = None) -> torch.Tensor:
+    def forward(self, tokens: Any, query: Any, keys: Any = None) -> Any:
         """Compute the head's output at one query.
 
         Args: tokens (..., n, d); query an index into the tokens, or a vector (..., d); keys an optional bool mask (n,).
-        Returns: (..., d_out), float64.
+        Returns: (..., d_out), float64; a numpy array where `tokens` is one, else a tensor.
         """
         z = as_float64("tokens", tokens, device=self.device)
         if z.dim() < 2 or z.shape[-1] != self.d:
@@ -118,7 +119,8 @@ class AttentionHead:
         p = torch.softmax(scores, dim=-1)
         values = z @ self.W_V.T + self.b_V
         out = (p.unsqueeze(-2) @ values).squeeze(-2)
-        return out if self.W_O is None else out @ self.W_O.T
+        out = out if self.W_O is None else out @ self.W_O.T
+        return out.cpu().numpy() if isinstance(tokens, np.ndarray) else out
 
     def scores(self, tokens: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         """Compute the scores (..., n) of tokens (..., n, d) for a query token (..., d)."""

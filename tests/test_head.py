@@ -47,9 +47,10 @@ def test_forward_is_softmax_attention(rng):
 def test_any_dtype_goes_in_and_float64_comes_out(rng):
     w = rng.standard_normal((2, 4)).astype(np.float16)
     head = ab.AttentionHead(w, torch.as_tensor(w).bfloat16(), torch.as_tensor(w).float())
-    assert {head.W_Q.dtype, head.W_K.dtype, head.W_V.dtype, head.forward(np.ones((2, 4), np.float32), 0).dtype} == {
-        torch.float64
-    }
+    assert {head.W_Q.dtype, head.W_K.dtype, head.W_V.dtype} == {torch.float64}
+    tokens = np.ones((2, 4), np.float32)
+    assert head.forward(tokens, 0).dtype == np.float64
+    assert head.forward(torch.as_tensor(tokens), 0).dtype == torch.float64
 
 
 @pytest.mark.parametrize("wrap", [False, True])

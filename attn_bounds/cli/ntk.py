@@ -7,8 +7,12 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attn_bounds.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from attn_bounds.ntk.settings import Settings
 
 _COMMANDS = {
     "spectrum": "condition numbers, exponent and width thresholds",
@@ -55,7 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         sub.add_argument("--no-pretrained", action="store_true", help="leave out the pretrained head")
 
 
-def settings_of(args: argparse.Namespace):
+def settings_of(args: argparse.Namespace) -> Settings:
     """Build Settings from parsed arguments; ArgumentError names the option that cannot be used."""
     from attn_bounds.ntk.ridge import Ridge
     from attn_bounds.ntk.settings import Settings
@@ -94,7 +98,15 @@ def run(args: argparse.Namespace) -> int:
     from attn_bounds.ntk.report import report, run_study
 
     settings = settings_of(args)
-    data = load_data(args.data, limit=args.limit, image_size=args.image_size).to(args.device)
+    data = load_data(args.data, limit=args.limit, image_size=args.image_size)
+    try:
+        data = data.to(args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ArgumentError(f"device: cannot use {args.device!r} ({error})") from error
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"out: cannot make the folder {args.out} ({error})") from error
     progress = not args.json and sys.stderr.isatty()
     if args.ntk_command == "report":
         page, found = report(data, settings, args.out, progress=not args.json)

@@ -110,7 +110,8 @@ def _malleability(f: Figures) -> list[Verdict]:
             "3.3% -> 28.9% (MNIST), 3.1% -> 19.1% (CIFAR-10)",
             f"{rates}, {hat:.1f}x (hat); prediction {prediction:.1f}x{extra}, loss {loss:.1f}x",
             _word(min(hat, prediction, loss) >= 2, hat >= 1.5),
-            "holds at matched degrees of freedom; the ridge rule decides even the sign of the effect (see its table)",
+            f"at equal degrees of freedom; {f['lowest_rule_ratio']:.1f}x to {f['highest_rule_ratio']:.1f}x (hat) over "
+            "the ridge rules and attacks listed below",
         ),
         Verdict(
             "the largest influence of attention is several times that of the ReLU network",

@@ -152,9 +152,10 @@ def _from_folder(root: Path, limit: int | None, image_size: int, seed: int) -> D
         raise ModelLoadError(f"data: expected digits, a .npz file or a folder, got {str(root)!r}, which does not exist")
     try:
         from torchvision import datasets, transforms
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # RuntimeError: a build of torchvision for another torch
         raise MissingDependencyError(
-            f"data: reading the folder {root} needs torchvision (pip install torchvision), or pass an .npz with X and y"
+            f"data: reading the folder {root} needs torchvision (pip install torchvision, built for this torch), "
+            f"or pass an .npz with X and y ({error})"
         ) from error
     layouts: dict[str, Any] = {
         "MNIST": datasets.MNIST,

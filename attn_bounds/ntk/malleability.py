@@ -153,15 +153,20 @@ def influences(solved: RidgeInfluence, split: Split) -> dict[str, Tensor]:
     return out
 
 
+def _thin(influence: Tensor, columns: int = 300) -> Tensor:
+    flat = influence.flatten(1)
+    return flat[:, :: max(1, flat.shape[1] // columns)]
+
+
 def compare(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor], *, fraction: float = 0.1
 ) -> list[dict[str, Any]]:
-    """Return one record per kind of influence: flip_rate and spearman."""
+    """Return one record per kind of influence: flip_rate, and spearman (over at most 300 evenly spaced columns)."""
     return [
         {
             "influence": kind,
             "flip_rate": flip_rate(before[kind], after[kind], fraction=fraction),
-            "spearman": rank_correlation(before[kind], after[kind]),
+            "spearman": rank_correlation(_thin(before[kind]), _thin(after[kind])),
         }
         for kind in before
     ]
@@ -231,12 +236,13 @@ def ratios(table: pd.DataFrame, baseline: str) -> pd.DataFrame:
     `table` may hold several seeds (a column "seed"): one ratio a seed, then mean, min and max over seeds.
     """
     keys = ["condition", "influence"] + (["seed"] if "seed" in table else [])
-    base = table[table.model == baseline].set_index(keys)
+    columns = {"flip_rate": "flip_rate_base", "max_influence": "max_influence_base"}
+    base = table[table.model == baseline].set_index(keys)[list(columns)].rename(columns=columns)
     if base.empty:
         raise ArgumentError(f"baseline: expected one of {', '.join(table.model.unique())}, got {baseline!r}")
     out = []
     for model, part in table[table.model != baseline].groupby("model", sort=False):
-        joined = part.set_index(keys).join(base[["flip_rate", "max_influence"]], rsuffix="_base").reset_index()
+        joined = part.set_index(keys).join(base).reset_index()
         joined["flip_ratio"] = joined.flip_rate / joined.flip_rate_base.where(joined.flip_rate_base > 0)
         joined["max_ratio"] = joined.max_influence / joined.max_influence_base
         for (condition, influence), group in joined.groupby(["condition", "influence"], sort=False):

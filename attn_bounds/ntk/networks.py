@@ -78,15 +78,20 @@ def train_network(
         positive("clip", clip)
     W, s, root = network.weights.clone(), network.signs, len(network.weights) ** 0.5
     target = network(X) + Y
-    velocity = torch.zeros_like(W)
+    velocity, gradient = torch.zeros_like(W), torch.zeros_like(W)
+    # Buffers of n x m, reused: allocating them anew costs more than the products on large networks.
+    Z = torch.empty(len(X), len(W), dtype=W.dtype, device=W.device)
+    hidden, gates = torch.empty_like(Z), torch.empty_like(Z, dtype=torch.bool)
     copies = []
     for step in range(1, steps + 1):
-        Z = X @ W.mT
-        residual = torch.relu(Z) @ s / root - target
+        torch.mm(X, W.mT, out=Z)
+        torch.gt(Z, 0, out=gates)
+        residual = Z.mul_(gates) @ s / root - target
         if clip is not None:
             residual = residual * (clip / residual.norm(dim=1, keepdim=True).clamp(min=1e-300)).clamp(max=1)
-        back = (Z > 0).to(Z.dtype).mul_(residual @ s.mT)
-        velocity.mul_(momentum).add_(back.mT @ X, alpha=learning_rate / root)
+        torch.mm(residual, s.mT, out=hidden)
+        torch.mm(hidden.mul_(gates).mT, X, out=gradient)
+        velocity.mul_(momentum).add_(gradient, alpha=learning_rate / root)
         W.sub_(velocity)
         if step in at:
             copies.append(TwoLayerReLU(W.clone(), s))

@@ -21,10 +21,12 @@ class Settings:
     pair: tuple[str, str] | None = None  # classes of the convergence study; None: 3 and 8 if there, else the first two
     widths: tuple[int, ...] = (64, 256, 1024, 4096)
     kernel_widths: tuple[int, ...] = (64, 256, 1024, 4096, 16384)
+    kernel_seeds: int = 10  # networks at the start are cheap, and their kernels scatter
     width_seeds: int = 3
-    times: tuple[float, ...] = (3.0, 30.0)
+    times: tuple[float, ...] = (3.0, 10.0)
     epsilons: tuple[float, ...] = (0.05, 0.1, 0.2, 0.3, 0.5)
     poison_fraction: float = 0.01
+    defence_seeds: int = 3
     network_width: int = 512
     network_time: float = 30.0
     softmax_n: int = 200
@@ -39,6 +41,8 @@ class Settings:
             seeds=2,
             widths=(64, 512, 4096),
             kernel_widths=(64, 512, 4096),
+            kernel_seeds=5,
+            defence_seeds=1,
             width_seeds=1,
             times=(3.0,),
             epsilons=(0.1, 0.3),

@@ -62,10 +62,14 @@ def test_convergence_command_resumes(tmp_path, capsys) -> None:
         (("--pair", "3", "x"), "classes: expected"),
         (("--data", "digits:3"), "classes: expected at least two"),
         (("--seeds", "0"), "seeds: expected"),
+        (("--device", "abacus"), "device: cannot use 'abacus'"),
+        (("--limit", "1"), "limit: expected an integer >= 2"),
+        (("--bounds", "1", "0"), "bounds: expected"),
+        (("--tol", "2"), "tol: expected"),
     ],
 )
 def test_bad_options_are_named_on_stderr(words, names, tmp_path, capsys) -> None:
-    name = "convergence" if words[0] == "--pair" else "malleability"
+    name = {"--pair": "convergence", "--tol": "spectrum"}.get(words[0], "malleability")
     assert main(name, "--out", str(tmp_path), "--quick", *words) == 2
     captured = capsys.readouterr()
     assert names in captured.err and captured.err.startswith("attn-bounds ntk: ")

@@ -37,7 +37,7 @@ def convergence_study(
         A = attention.fit(split.X).transform(split.X)
         K = two_layer_ntk(A)
         for width in settings.kernel_widths:
-            for seed in range(max(2, settings.width_seeds)):
+            for seed in range(settings.kernel_seeds):
                 network = TwoLayerReLU.initial(width, A.shape[1], seed=seed).to(A.device)
                 start.append(
                     {
@@ -84,6 +84,6 @@ def convergence_study(
         "prediction distance: ||f_m - f_NTK|| / ||f_NTK|| on test inputs at matched training time, f_0 subtracted; "
         f"training time in units of gradient flow on sum |f - y|^2 / 2: {', '.join(f'{t:g}' for t in settings.times)}",
         f"widths {', '.join(map(str, settings.widths))}, {settings.width_seeds} seed(s); kernel slopes over widths "
-        f"{', '.join(map(str, settings.kernel_widths))}",
+        f"{', '.join(map(str, settings.kernel_widths))}, {settings.kernel_seeds} seeds",
     ]
     return out

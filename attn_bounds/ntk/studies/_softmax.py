@@ -24,7 +24,7 @@ def softmax_study(data: Dataset, settings: Settings) -> Study:
     """Measure malleability of softmax attention: a small trainable model, and one head of a pretrained model."""
     from attn_bounds.ntk.softmax import EmpiricalKernel, SoftmaxAttention, fit_module
 
-    n = settings.softmax_n
+    n = min(settings.softmax_n, settings.n)
     split = data.split(n, min(100, settings.n_test))
     d = split.X.shape[1]
     tokens = max(t for t in range(1, math.isqrt(d) + 1) if d % t == 0)
@@ -32,8 +32,8 @@ def softmax_study(data: Dataset, settings: Settings) -> Study:
     ridge = Ridge("dof", min(50.0, n / 4))
     out = Study("softmax", f"Softmax attention ({data.name}, n = {n}, {tokens} tokens, ridge {ridge})")
     models: dict[str, Any] = dict(kernels())
-    models["softmax at the start"] = EmpiricalKernel(SoftmaxAttention(tokens, d // tokens, 16, classes))
-    trained = SoftmaxAttention(tokens, d // tokens, 16, classes)
+    start, trained = (SoftmaxAttention(tokens, d // tokens, 16, classes).to(data.X.device) for _ in range(2))
+    models["softmax at the start"] = EmpiricalKernel(start)
     error = fit_module(trained, split.X, split.Y, steps=500)
     models["softmax trained"] = EmpiricalKernel(trained)
     with torch.no_grad():
