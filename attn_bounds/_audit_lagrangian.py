@@ -8,6 +8,7 @@ numbers, and the inequality they prove is evaluated anew; see `bounds/_eliminati
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from flint import arb, arb_mat
 from ._proof import Facts, dot, root
 from ._proof_exact import key_terms
 from .bounds._elimination import Circles
-from .errors import MethodNotApplicableError
 from .problem import HeadProblem
 from .reduced import coordinates, reduce
 from .regions import Balls
@@ -27,15 +27,14 @@ INFINITE = arb("inf")
 
 
 def prove(problem: HeadProblem, witness: dict[str, Any], upper: float) -> arb:
-    """Upper bound of max f that could be proved; infinite where the proof fails.
-
-    Raises: MethodNotApplicableError for a moving query in a box.
-    """
+    """Upper bound of max f that could be proved; infinite where the proof fails."""
     facts = Facts(problem)
     if problem.query_is_fixed:
         return arb(upper) if sum(key_terms(facts, arb(upper)), ZERO) <= 0 else INFINITE
     if not isinstance(problem.placed, Balls):
-        raise MethodNotApplicableError("method: a Lagrangian certificate of a box has no proof in ball arithmetic")
+        from ._audit_lagrangian_box import prove_box  # here: it is built on this module
+
+        return prove_box(facts, witness)
     pieces, cuts = witness["multipliers"].shape[0], witness["directions"].shape[0]
     shapes = {"low": (pieces, cuts), "high": (pieces, cuts), "multipliers": (pieces, 1 + cuts)}
     size = tuple(witness["directions"].shape[1:])
@@ -312,7 +311,7 @@ class Piece:
         return [self.Wbeta[i, j] for i in range(self.frame.N)]
 
     def top(self, c: list[arb], Wc: list[arb]) -> arb:
-        """Upper bound of (F^T c).y on the piece: R |c - nu e| + nu (high or low) for the ball and a good nu per slab."""
+        """Upper bound of (F^T c).y on the piece: R |c - nu e| + nu (high or low), with a good nu per slab."""
         cc = dot(c, Wc)
         best = self.R * root(cc)
         for slab, We in zip(self.slabs, self.We, strict=True):
@@ -498,7 +497,7 @@ class Piece:
         return top_of(V * V * R / (c * (-2 * R * Z).exp())), top_of(left * left * R * 32 / c)
 
     def _rate(self, R: arb, size: arb, c1: arb, c2: arb) -> tuple[arb, arb] | None:
-        """c with e^{alpha.delta} (u.delta - |V|) <= -|V| + (left |delta|) - c s, and left; s the depth below the centre."""
+        """c and left: e^{alpha.delta} (u.delta - |V|) <= -|V| + left |delta| - c s, s the depth below the centre."""
         aa, au, uu = self.aa, self.au, self.uu
         a1, u1 = (c1 * aa + c2 * au) / R, (c1 * au + c2 * uu) / R
         a_t = root(aa - a1 * a1)
@@ -533,7 +532,7 @@ class Piece:
         """The same rate from slices of the depth: for a fixed depth the least value lies at an end of the chord."""
         ends = [arb(first ** (1 - i / count)) * 2 * R for i in range(count)] + [2 * R]
         rate: arb | None = None
-        for s0, s1 in zip(ends[:-1], ends[1:], strict=True):
+        for s0, s1 in pairwise(ends):
             chord = [(s * (2 * R - s)).max(ZERO) for s in (s0, s1)]
             inside = s0 <= R and R <= s1
             w0, w1 = a_t * root(chord[0].min(chord[1])), a_t * (R if inside else root(chord[0].max(chord[1])))

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ._arrays import as_float64
-from .bounds._majorant import centre_at, reach
-from .bounds._remainder import remainder
+from .bounds._majorant import centre_at, radii, reach
+from .bounds._remainder import remainder, smooth_reach
+from .bounds.vertex import vertex
 from .errors import MethodNotApplicableError
 from .problem import HeadProblem
 from .reduced import Reduced, centre_and_spread, coordinates, reduce
@@ -64,7 +65,13 @@ def affine_upper_bounds(
             reduced = _padded(reduced, query=True)
             slope_query = torch.cat([slope_query, outside_query[..., None]], -1)
     offsets, multipliers = remainder(reduced, slope_keys, slope_query, multipliers)
-    return offsets + reduced.rounding, multipliers
+    rx, ry = radii(reduced)
+    # At large radii the majorant fails: then the largest f and the least G.w, each on its own.
+    with torch.no_grad():
+        apart = vertex(reduced).upper
+    moved = smooth_reach(slope_keys, rx).sum(1) + smooth_reach(slope_query, ry)
+    rounding = 1e-15 * (1 + slope_keys[0].numel() + slope_query.shape[1]) ** 0.5 * moved.detach()
+    return torch.minimum(offsets + reduced.rounding, apart + moved) + rounding, multipliers
 
 
 def _padded(reduced: Reduced, query: bool) -> Reduced:

@@ -98,6 +98,52 @@ def certify_many(
     return [answers[i] for i in range(len(problems))]
 
 
+def certificates(
+    problems: Sequence[HeadProblem],
+    method: str,
+    uppers: Sequence[float],
+    seconds: Sequence[float],
+    reasons: Sequence[str | None] | None = None,
+) -> list[Certificate]:
+    """Put upper bounds that come from elsewhere (a verifier's; infinity: none) beside the best attained values.
+
+    A problem without an attained value is searched first. A bound that an attained value refutes is thrown away, and
+    `reason` says so.
+    """
+    _search_where_missing(problems)
+    out = []
+    for i, problem in enumerate(problems):
+        values = problem.tokens[problem.key_order] @ problem.head.value_direction(problem.readout)[0]
+        upper = torch.tensor([uppers[i]], dtype=torch.float64)
+        bound = BatchBound(upper, torch.zeros(1), {}, None, [reasons[i]] if reasons else None)
+        rung = _Rung(method, bound, [i])
+        out.append(_assemble(problem, [rung], i, seconds[i], float(values.max() - values.min())))
+    return out
+
+
+def _search_where_missing(problems: Sequence[HeadProblem], starts: int = 4) -> None:
+    groups: dict[tuple, list[HeadProblem]] = {}
+    for problem in problems:
+        if problem.found is None:
+            groups.setdefault(group_key(problem), []).append(problem)
+    for members in groups.values():
+        for start in range(0, len(members), CHUNK):
+            chunk = members[start : start + CHUNK]
+            _note(chunk, range(len(chunk)), ascend(reduce(chunk), starts)[:2])
+
+
+def search_many(problems: Sequence[HeadProblem], starts: int = 8) -> list[Certificate]:
+    """Search many problems, batched: certificates with an attained value and no upper bound."""
+    started = time.perf_counter()
+    for problem in problems:
+        problem.found = None
+    _search_where_missing(problems, starts)
+    each = (time.perf_counter() - started) / max(len(problems), 1)
+    count = len(problems)
+    reasons = ["search attains values and proves no bound"] * count
+    return certificates(problems, "search", [math.inf] * count, [each] * count, reasons)
+
+
 @dataclasses.dataclass
 class _Rung:
     """A bound of some of the problems of a batch: row r of `bound` is problem rows[r]."""

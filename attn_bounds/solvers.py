@@ -5,6 +5,9 @@
 Cones, in the order their rows come: "zero", "nonneg", "soc" (first entry the largest), "exp" ((x, y, z) with
 y e^(x/y) <= z) and "psd" (upper triangle by columns, off-diagonal entries times sqrt 2; the dimension given is the
 matrix's).
+
+The batched solver Moreau 0.4.1 was tried on the moment programmes: on one core as fast as Clarabel (which it
+resembles), equally accurate, and it called one feasible programme in 72 infeasible; it is not among the solvers.
 """
 
 from __future__ import annotations

@@ -40,7 +40,9 @@ def sampled(problem: HeadProblem, rng: np.random.Generator, count: int = 400) ->
 
 
 @pytest.mark.parametrize("box", [False, True])
-@pytest.mark.parametrize("more", [{}, {"query_moves": False}, {"query": "outside"}, {"keys": [True, False, True, False]}])
+@pytest.mark.parametrize(
+    "more", [{}, {"query_moves": False}, {"query": "outside"}, {"keys": [True, False, True, False]}]
+)
 def test_no_sample_lies_above(box: bool, more: dict) -> None:
     rng = np.random.default_rng(0)
     finite = 0
@@ -74,7 +76,8 @@ def test_gradient_with_respect_to_the_slope() -> None:
     offsets, multipliers = affine_upper_bounds(reduced, keys, query)
     offsets.sum().backward()
     step = 1e-6 * torch.randn(keys.shape, dtype=keys.dtype, generator=torch.Generator().manual_seed(0))
-    up, down = (affine_upper_bounds(reduced, keys.detach() + s * step, query, multipliers=multipliers)[0] for s in (1, -1))
+    moved = [keys.detach() + sign * step for sign in (1, -1)]
+    up, down = (affine_upper_bounds(reduced, at, query, multipliers=multipliers)[0] for at in moved)
     assert torch.allclose((keys.grad * step).flatten(1).sum(1), (up - down) / 2, rtol=1e-4, atol=1e-12)
 
 

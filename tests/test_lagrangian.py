@@ -15,13 +15,13 @@ from attn_bounds.search import ascend
 from comparisons.violations import random_batches
 
 
-def small_problem(seed: int, radius: float, box: bool = False, n: int = 4, query: object = 1, **more: object) -> HeadProblem:
+def small_problem(seed: int, radius: float, box: bool = False, n: int = 4, **more: object) -> HeadProblem:
     rng = np.random.default_rng(seed)
     W = rng.standard_normal((3, 3, 8)) / np.sqrt(8)
     tokens = rng.standard_normal((n, 8))
     region = TokenBox(tokens - radius, tokens + radius) if box else TokenBall(radius)
     head = AttentionHead(W[0], W[1], W[2], b_Q=rng.standard_normal(3))
-    return HeadProblem(head, tokens, query, rng.standard_normal(3), region, **more)
+    return HeadProblem(head, tokens, 1, rng.standard_normal(3), region, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -120,7 +120,9 @@ def bound_pieces(
     return best
 
 
-def _need(centre: Centre, shift: torch.Tensor, directions: torch.Tensor, width: torch.Tensor, R: torch.Tensor) -> torch.Tensor:
+def _need(
+    centre: Centre, shift: torch.Tensor, directions: torch.Tensor, width: torch.Tensor, R: torch.Tensor
+) -> torch.Tensor:
     """How much a direction's width costs: the third-order term of the keys whose scores move along it."""
     beta = centre.beta - shift[:, None]
     along = (beta @ directions.transpose(1, 2)) * R[..., None]  # (P, n, L)
@@ -161,7 +163,8 @@ def branch(
     done: list[Pieces] = []
     while len(pieces.owner):
         worst = torch.zeros_like(t).scatter_reduce(0, pieces.owner, pieces.excess, "amax")
-        chosen = (pieces.excess > tolerance[pieces.owner]) & (pieces.excess >= worst[pieces.owner]) & (made[pieces.owner] < max_pieces)
+        mine = pieces.owner
+        chosen = (pieces.excess > tolerance[mine]) & (pieces.excess >= worst[mine]) & (made[mine] < max_pieces)
         # one piece per problem: the first of equals
         order = chosen.nonzero()[:, 0]
         seen: dict[int, int] = {}

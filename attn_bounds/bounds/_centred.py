@@ -43,6 +43,7 @@ class Centred:
     weight_k: torch.Tensor  # (B, K, m) sum_i weight_i w_i^2 <= 1 holds on the region (ball: weight 1)
     weight_q: torch.Tensor  # (B, k)
     bend: torch.Tensor  # (B, n) |(Fq d_q).(Fk d_j)| <= bend |d_q|_weight |d_j|_weight; own key: bend |d_q|_weight^2
+    common: torch.Tensor  # (B, k) what was taken off every beta
     movement: torch.Tensor  # (B,) scale of the objective: f at the point minus f at the centre of the region
 
     @property
@@ -128,6 +129,7 @@ def centre(reduced: Reduced, x: torch.Tensor, y: torch.Tensor, pull: float = 0.0
         weight_k,
         weight_q,
         bend,
+        common,
         torch.maximum(f - start, least),
     )
 

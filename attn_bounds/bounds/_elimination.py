@@ -1,6 +1,6 @@
 """Balls, keys eliminated exactly: what is left is one quadratic in the query alone.
 
-For a query displaced by eta from the centre, key j contributes p_j e^{beta_j.eta} G_j(alpha + zeta) with zeta = M^T eta,
+For a query displaced by eta from the centre, key j contributes p_j e^{beta_j.eta} G_j(alpha + zeta), zeta = M^T eta,
 
     G_j(d) = max over |x* + delta| <= R of e^{d.delta} (V_j + u.delta),      x* the maximiser at zeta = 0
 
@@ -143,6 +143,7 @@ def _climb(
     gained = torch.ones_like(t, dtype=torch.bool)
     best_y, gradient = y, torch.zeros_like(y)
     pace = torch.ones_like(t)
+    angle = torch.zeros_like(reduced.key_radius)
     for turn in range(rounds):
         circles = Circles(reduced, y)
         gap = circles.v0 - t[:, None]
@@ -282,7 +283,8 @@ def _depth_rate(centre, R, V, x, alpha, u):  # type: ignore[no-untyped-def]
     hard = (V <= 0) & (R > 0) & (c < 0.5 * (u1 - absV * a1))
     if bool(hard.any()):
         full = R.expand_as(V)
-        c = c.masked_scatter(hard, torch.maximum(c[hard], _sliced(full[hard], absV[hard], a1[hard], u1[hard], a_t[hard])))
+        finer = _sliced(full[hard], absV[hard], a1[hard], u1[hard], a_t[hard])
+        c = c.masked_scatter(hard, torch.maximum(c[hard], finer))
     return c * (1 - 1 / 64), left
 
 
@@ -316,7 +318,7 @@ def _sliced(R, absV, a1, u1, a_t, count: int = 96, first: float = 0.01):  # type
 
 
 def _own(centre: Centre, beta: torch.Tensor, region: QueryRegion) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hessian (B, k, k), linear charge (B, k) and cost (B,) of the own key p e^x (V + y), y = u.eta, x = beta.eta + bil."""
+    """Hessian (B, k, k), charge (B, k) and cost (B,) of the own key p e^x (V + u.eta), x = beta.eta + eta.M eta."""
     red, y = centre.reduced, centre.y
     p, V = centre.p[:, -1], centre.V[:, -1]
     u, ry = red.own_u, region.radius

@@ -167,8 +167,8 @@ def _bilinear_ranges(
         size = torch.cat([size, reach(nn_y, ry)[:, None]], 1)
     low, high = -most - size + here, most + size + here
     if red.kind == "ball" and K:  # the displacements themselves have bounded length
-        length = (rx[..., 0] + torch.linalg.vector_norm(x, dim=-1)) * (ry + torch.linalg.vector_norm(y, dim=-1)[:, None])
-        direct = red.norm[:, None] * length
+        length = rx[..., 0] + torch.linalg.vector_norm(x, dim=-1)
+        direct = red.norm[:, None] * length * (ry + torch.linalg.vector_norm(y, dim=-1)[:, None])
         if red.own:
             far = (ry[:, 0] + torch.linalg.vector_norm(y, dim=-1)) ** 2
             direct = torch.cat([direct, (torch.maximum(red.own_high, -red.own_low) * far)[:, None]], 1)

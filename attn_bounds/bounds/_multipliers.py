@@ -27,7 +27,7 @@ class Dual:
 
 
 def barrier(maj: Majorant, key_mult: torch.Tensor, query_mult: torch.Tensor) -> torch.Tensor:
-    """log det of Lambda - H in units of the radii, up to a constant, (B,): differentiable; meaningless where it fails."""
+    """log det of Lambda - H in units of the radii, up to a constant, (B,); differentiable; only where it is > 0."""
     el = Eliminated(maj, key_mult, query_mult)
     mu = key_mult - maj.rest[..., None]
     copies = maj.g.shape[-1] // mu.shape[-1]
@@ -171,7 +171,7 @@ def dual(maj: Majorant, key_mult: torch.Tensor, query_mult: torch.Tensor) -> Dua
         W = torch.linalg.inv(J) - (G + G.transpose(1, 2)) / 2
         det, trace = W[:, 0, 0] * W[:, 1, 1] - W[:, 0, 1] * W[:, 1, 0], W[:, 0, 0] + W[:, 1, 1]
         size = W.detach().abs().amax((1, 2))
-        # Haynsworth: with J indefinite, Lambda - H > 0 iff W has one eigenvalue of each sign, or, after one saddle, W > 0
+        # Haynsworth: with J indefinite, Lambda - H > 0 iff W has an eigenvalue of each sign or, after one saddle, W > 0
         ok = ok & torch.where(
             el.saddles == 0, det < -MARGIN * size**2, (det > MARGIN * size**2) & (trace > MARGIN * size)
         )

@@ -42,6 +42,7 @@ from ..reduced import EPS
 from ._centred import Centred, largest_values, support
 
 LIFTS = (1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
+GUARD = 256
 GOLDEN = (3 - 5**0.5) / 2
 NAMES = (
     "t", "ball_k", "ball_q", "norm_k", "norm_q", "over_k", "under_k", "over_q", "under_q", "ratio", "exp", "exp_at",
@@ -62,9 +63,10 @@ def recover(c: Centred, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, t
     for lift in LIFTS:
         best.offer(project(c, given, lift))
     first, reach = best.kept["t"], best.upper - best.kept["t"]
-    for fraction in STEPS:  # t + eps / Zmin charges a residual at the worst Z; a larger t need not
-        step = torch.where(torch.isfinite(reach), reach * fraction, torch.zeros_like(reach))
-        best.offer({**best.kept, "t": torch.maximum(first + step, best.kept["t"])})
+    reach = torch.where(torch.isfinite(reach), reach, torch.zeros_like(reach))
+    if bool((reach > 1e-6 * c.movement).any()):
+        for fraction in STEPS:  # t + eps / Zmin charges a residual at the worst Z; a larger t need not
+            best.offer({**best.kept, "t": torch.maximum(first + reach * fraction, best.kept["t"])})
     best.offer_mean()
     return best.upper, best.error, best.kept
 
@@ -129,7 +131,7 @@ def project(c: Centred, given: dict[str, torch.Tensor], lift: float) -> dict[str
     need = torch.zeros_like(y["square"])
     coupling = _coupling(c, y)
     tilt = _Tilted(curve, _tilt(c, y), c.alpha)
-    need[:, :K] = (coupling * tilt.solve(coupling)).sum(-1) / 4
+    need[:, :K] = (tilt.half(coupling) ** 2).sum(-1) / 4
     y["square"] = torch.maximum(y["square"], need * (1 + 1e-8 + lift) + floor)
     return y
 
@@ -176,69 +178,94 @@ class _Quadratic:
     twist: torch.Tensor  # (B, n) of d_q^T N_j d_j
     spent_q: torch.Tensor  # (B, k), taken from lam_q
     size: torch.Tensor  # (B,)
+    size_d: torch.Tensor  # (B, K)
     size_x: torch.Tensor  # (B, n)
 
 
 class _Tilted:
-    """The matrix diag(curve) - (tilt alpha^T + alpha tilt^T) / 2 of each key, by its rank-two correction."""
+    """The inverse of diag(curve) - (tilt alpha^T + alpha tilt^T) / 2 for each key, as half^T half.
+
+    Scaled by the diagonal, the correction has two eigenvectors: the sum and the difference of the two directions.
+    """
 
     def __init__(self, curve: torch.Tensor, tilt: torch.Tensor, alpha: torch.Tensor) -> None:
-        self.curve, self.pair = curve, torch.stack([tilt, alpha], -1)  # (B, K, m, 2)
-        scaled = self.pair / curve.unsqueeze(-1)
-        inner = self.pair.transpose(-1, -2) @ scaled
-        hh, ha, aa = inner[..., 0, 0], inner[..., 0, 1], inner[..., 1, 1]
-        # Positive definite where share < 1: the largest eigenvalue of the correction relative to the diagonal.
-        self.share = (ha + (hh * aa).sqrt()) / 2
-        self.scaled = scaled
-        # Inverse of [[-hh, 2 - ha], [2 - ha, -aa]], the Woodbury core.
-        det = hh * aa - (2 - ha) ** 2
-        swap = torch.stack([torch.stack([-aa, ha - 2], -1), torch.stack([ha - 2, -hh], -1)], -2)
-        self.core = swap / torch.where(det == 0, torch.ones_like(det), det)[..., None, None]
+        self.root = curve.clamp_min(1e-300).sqrt()  # (B, K, m)
+        h, a = tilt / self.root, alpha / self.root
+        size_h, size_a = torch.linalg.vector_norm(h, dim=-1), torch.linalg.vector_norm(a, dim=-1)
+        both = size_h * size_a
+        h, a = (x / size.clamp_min(1e-300).unsqueeze(-1) for x, size in ((h, size_h), (a, size_a)))
+        cosine = (h * a).sum(-1)
+        self.share = (cosine + 1) / 2 * both  # the larger eigenvalue: positive definite below 1
+        lower = (cosine - 1) / 2 * both
+        self.sides = []
+        for vector, value in ((h + a, self.share), (h - a, lower)):
+            size = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
+            unit = torch.where(size > 1e-15, vector / size.clamp_min(1e-300), torch.zeros_like(vector))
+            self.sides.append((unit, (1 - value).clamp_min(1e-300).rsqrt() - 1))
+        self.stretch = (1 - self.share).clamp_min(1e-300).rsqrt()  # (B, K), norm of the scaled half
+        self.amplify = (1 + both) * self.stretch**2  # of a relative rounding error
 
-    def solve(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse applied to x (B, K, m)."""
-        inner = (self.scaled.transpose(-1, -2) @ x.unsqueeze(-1)).squeeze(-1)
-        return x / self.curve + (self.scaled @ (self.core @ inner.unsqueeze(-1))).squeeze(-1)
+    def _turn(self, x: torch.Tensor) -> torch.Tensor:
+        for unit, factor in self.sides:
+            if x.dim() > unit.dim():
+                unit, factor = unit.unsqueeze(2), factor.unsqueeze(2)
+            x = x + unit * ((unit * x).sum(-1) * factor).unsqueeze(-1)
+        return x
 
-    def gram(self, f: torch.Tensor) -> torch.Tensor:
-        """f inverse f^T for f (B, K, h, m)."""
-        image = f @ self.scaled
-        return (f / self.curve.unsqueeze(-2)) @ f.transpose(-1, -2) + image @ self.core @ image.transpose(-1, -2)
+    def half(self, x: torch.Tensor) -> torch.Tensor:
+        """half x for x (B, K, m) or (B, K, h, m)."""
+        root = self.root if x.dim() == self.root.dim() else self.root.unsqueeze(2)
+        return self._turn(x / root)
+
+    def back(self, x: torch.Tensor) -> torch.Tensor:
+        """half^T x for x (B, K, m)."""
+        return self._turn(x) / self.root
+
+    def error(self, half: torch.Tensor, x: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        """Rounding error (B, K) of |half x| in units of EPS, x itself holding terms of total size (B, K)."""
+        scaled = torch.linalg.vector_norm(x / self.root, dim=-1) + size / self.root.amin(-1)
+        return scaled * self.stretch + self.amplify * half
 
 
 def evaluate(c: Centred, y: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Bound t + eps / Z (B,) for multipliers of the right signs, and the part of it that pays for rounding.
 
-    lam_q is raised here, by what the least eigenvalue of the query's quadratic asks for, and the linear terms in e_j
-    are set; the multipliers come back with both.
+    lam_q is moved here to its best value that leaves the query's quadratic negative definite, and the linear terms in
+    e_j are set; the multipliers come back with both. Rounding is followed to first order, term by term, and charged
+    `GUARD` times over; the audit proves the bound anew.
     """
     P = _collect(c, y)
     tilted = _Tilted(P.curve, P.tilt, c.alpha)
     K = c.keys
     # Keys: maximise (d + x xd + B d_q) . d_j - d_j^T (curve, tilt) d_j over d_j.
-    from_d, from_xd = tilted.solve(P.d), tilted.solve(P.xd)
+    half_d, half_x = tilted.half(P.d), tilted.half(P.xd)
+    from_d, from_xd = tilted.back(half_d), tilted.back(half_x)
+    size_d, size_xd = (torch.linalg.vector_norm(half, dim=-1) for half in (half_d, half_x))
+    error_d = tilted.error(size_d, P.d, P.size_d)
+    error_xd = tilted.error(size_xd, P.xd, P.size_d)
     const, in_x, xx = P.const.clone(), P.x.clone(), P.xx.clone()
-    gain = (P.d * from_d).sum(-1) / 4
-    const[:, :K] += gain
-    in_x[:, :K] += (P.xd * from_d).sum(-1) / 2
-    xx[:, :K] -= (P.xd * from_xd).sum(-1) / 4
-    bad = (xx <= 0).any(-1) | (tilted.share >= 1).any(-1) | (P.curve <= 0).any(-1).any(-1)
+    const[:, :K] += size_d**2 / 4
+    in_x[:, :K] += (half_d * half_x).sum(-1) / 2
+    xx[:, :K] -= size_xd**2 / 4
+    error_x, error_xx = P.size_x.clone(), P.xx.clone()
+    error_x[:, :K] += (size_d * error_xd + size_xd * error_d) / 2
+    error_xx[:, :K] += size_xd * error_xd / 2
+    bad = (xx <= 4 * GUARD * EPS * error_xx).any(-1) | (tilted.share >= 1).any(-1) | (P.curve <= 0).any(-1).any(-1)
     xx = xx.clamp_min(1e-300)
     # x stays in [xl, xu]: a slope that would lead outside is bought back at the end of the range.
     xl, xu = torch.expm1(c.low), torch.expm1(c.high)
     over, under = (in_x - 2 * xx * xu).clamp_min(0.0), (2 * xx * xl - in_x).clamp_min(0.0)
     in_x = in_x - over + under
     const = const + over * xu - under * xl + in_x**2 / (4 * xx)
-    size_x = P.size_x.clone()
-    size_x[:, :K] += (P.xd * from_d).abs().sum(-1) / 2
-    size = P.size + (over * xu - under * xl).sum(-1) + gain.abs().sum(-1) + (in_x**2 / (4 * xx)).sum(-1)
-    # Rounding of the slope in x is divided by the curvature.
-    size = size + (size_x * in_x.abs() / xx).sum(-1) + 1e-15 * (size_x**2 / xx).sum(-1)
+    at_x = in_x.abs() / (2 * xx)  # where the maximum over x lies
+    size = P.size + (size_d * error_d / 2 + size_d**2 / 4).sum(-1)
+    size = size + (over * xu - under * xl + in_x**2 / (4 * xx) + at_x * error_x + at_x**2 * error_xx).sum(-1)
     total, kept = const.sum(-1), {**y, "edge_high": over, "edge_low": under}
     if c.wq.shape[1]:
-        top, size_q, good, kept["ball_q"] = _query_part(c, y, P, tilted, from_d, from_xd, in_x, xx)
+        loose = (error_xx / xx, error_x / (2 * xx))
+        top, size_q, good, kept["ball_q"] = _query_part(c, y, P, tilted, from_d, from_xd, in_x, xx, loose)
         total, size, bad = total + top, size + size_q, bad | ~good
-    error = 512 * EPS * size
+    error = GUARD * EPS * size
     kept["eps"] = eps = total + error
     Zmin = torch.exp(torch.maximum((c.p * c.low).sum(-1), torch.logsumexp(torch.log(c.p) + c.low, -1))) * (1 - 1e-13)
     Zmax = (c.p * torch.exp(c.high)).sum(-1) * (1 + 1e-13)
@@ -284,6 +311,11 @@ def _collect(c: Centred, y: dict[str, torch.Tensor]) -> _Quadratic:
     in_x = torch.stack([c.p * V, rho, mu, -nu, kappa * (xl + xu), -eta * (1 + y["entropy_at"]), over, -under])
     pu, key = c.p[:, :K, None] * c.u, (slice(None), slice(0, K), None)
     d = pu - 2 * ball_k * c.wk + (in_s + eta)[key] * c.alpha - y["norm_k"] - start[key] * y["under_k"]
+    length = torch.linalg.vector_norm
+    of_s = slope * nu + mu * touch + whole_over + slope * whole_under + eta
+    size_d = length(pu, dim=-1) + 2 * length(ball_k * c.wk, dim=-1) + of_s[:, :K] * length(c.alpha, dim=-1)
+    for name in ("norm_k", "over_k", "under_k"):
+        size_d = size_d + length(y[name], dim=-1)
     q = torch.einsum("bn,bnk->bk", in_s + eta, c.beta) - (y["norm_q"] + start.unsqueeze(-1) * y["under_q"]).sum(1)
     xq = eta.unsqueeze(-1) * c.beta - y["norm_q"] - y["over_q"] + y["under_q"]
     if c.own:
@@ -303,6 +335,7 @@ def _collect(c: Centred, y: dict[str, torch.Tensor]) -> _Quadratic:
         twist=in_s_bilinear + eta * (1 + (xl + xu) / 2),
         spent_q=spent_q,
         size=terms.abs().sum((0, 2)),
+        size_d=size_d,
         size_x=in_x.abs().sum(0) + kappa * (xu - xl),
     )
 
@@ -364,6 +397,7 @@ def _query_part(
     from_xd: torch.Tensor,
     in_x: torch.Tensor,
     xx: torch.Tensor,
+    loose: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Maximum over d_q of what is left: (B,), the magnitude of its terms, whether it is finite, and the raised
     lam_q."""
@@ -376,20 +410,21 @@ def _query_part(
         image = torch.einsum("bnhm,bnm->bnh", c.fk, g) * turn.unsqueeze(-1)
         return image @ c.fq + (P.tilt * g).sum(-1, keepdim=True) * beta + (c.alpha * g).sum(-1, keepdim=True) * tilt_q
 
-    linear = P.q + carry(from_d).sum(1) / 2
+    carried = carry(from_d) / 2
+    linear = P.q + carried.sum(1)
     xq = P.xq.clone()
     xq[:, :K] += carry(from_xd) / 2
     linear = linear + ((in_x / (2 * xx)).unsqueeze(-1) * xq).sum(1)
-    gram = (tilted.gram(c.fk) * (turn**2)[..., None, None]).sum(1)
+    halves = tilted.half(c.fk) * turn[..., None, None]  # (B, K, h, m)
+    gram = (halves @ halves.transpose(-1, -2)).sum(1)
     quadratic = c.fq.transpose(1, 2) @ gram @ c.fq  # B^T M^{-1} B, its parts of rank one apart
-    sides = ((P.tilt, beta), (c.alpha, tilt_q))
+    sides = ((tilted.half(P.tilt), beta), (tilted.half(c.alpha), tilt_q))
     for key_side, query_side in sides:
-        solved = tilted.solve(key_side)
-        bent = (torch.einsum("bnhm,bnm->bnh", c.fk, solved) * turn.unsqueeze(-1)) @ c.fq
+        bent = torch.einsum("bnhm,bnm->bnh", halves, key_side) @ c.fq
         mixed = bent.transpose(1, 2) @ query_side
         quadratic = quadratic + mixed + mixed.transpose(1, 2)
         for other_key, other_query in sides:
-            weights = (other_key * solved).sum(-1, keepdim=True)
+            weights = (other_key * key_side).sum(-1, keepdim=True)
             quadratic = quadratic + (other_query * weights).transpose(1, 2) @ query_side
     straight = P.tilt_q.transpose(1, 2) @ c.beta
     quadratic = quadratic / 4 + (straight + straight.transpose(1, 2)) / 2
@@ -405,7 +440,18 @@ def _query_part(
     outer = root.unsqueeze(-1) * root.unsqueeze(-2)
     finite = torch.isfinite(held).all(-1).all(-1) & torch.isfinite(linear).all(-1)
     held = torch.where(finite[:, None, None], held, torch.diag_embed(weight))
-    safety = 64 * k * EPS * (torch.linalg.matrix_norm(held / outer) + torch.linalg.matrix_norm(quadratic / outer))
+    # What rounding can have done to the matrix, and to the vector.
+    length = torch.linalg.vector_norm
+    worst = 1 + tilted.amplify.amax(-1) if K else torch.ones_like(c.f)
+    norms = torch.linalg.matrix_norm(held / outer) + worst * (
+        torch.linalg.matrix_norm(quadratic / outer)
+        + (length(P.tilt_q / root.unsqueeze(1), dim=-1) * length(c.beta / root.unsqueeze(1), dim=-1)).sum(-1)
+    )
+    weights = length(xq / root.unsqueeze(1), dim=-1)
+    safety = GUARD * EPS * (k * norms + (weights**2 / (4 * xx) * (worst.unsqueeze(-1) + loose[0])).sum(-1))
+    shaken = length(P.q, dim=-1) + worst * length(carried, dim=-1).sum(-1)
+    at_x = in_x.abs() / (2 * xx)
+    shaken = shaken + (length(xq, dim=-1) * (at_x * (worst.unsqueeze(-1) + loose[0]) + loose[1])).sum(-1)
     safety = torch.where(finite, safety, torch.zeros_like(safety))
     linear = torch.where(finite.unsqueeze(-1), linear, torch.zeros_like(linear))
     step = 1e-13 * c.movement + safety
@@ -420,5 +466,7 @@ def _query_part(
     image = (held @ z.unsqueeze(-1)).squeeze(-1)
     left = linear / 2 - image
     top = ((linear - image) * z).sum(-1) + (left**2 / weight).sum(-1) / (step / 2).clamp_min(1e-300)
-    size = region.abs() + ((linear.abs() + (P.q.abs() + 2 * lam * c.wq.abs())) * z.abs()).sum(-1)
+    size = (
+        region.abs() + (linear.abs() * z.abs()).sum(-1) + (shaken + length(2 * lam * c.wq, dim=-1)) * length(z, dim=-1)
+    )
     return region + top, size, finite & (info == 0), lam

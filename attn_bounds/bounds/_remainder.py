@@ -54,23 +54,24 @@ def _with_slope(
     red, p, V = centre.reduced, centre.p, centre.V
     K = red.n - red.own
     rx, ry = radii(red)
-    each = _reach(slope_keys, rx)
-    query = _reach(slope_query, ry)
+    each = smooth_reach(slope_keys, rx)
+    query = smooth_reach(slope_query, ry)
     total = each.sum(1) + query
-    value = _reach(red.u[:, None] - slope_keys, rx) + total[:, None] - each
+    value = smooth_reach(red.u[:, None] - slope_keys, rx) + total[:, None] - each
     if red.own:
-        value = torch.cat([value, (_reach(red.own_u - slope_query, ry) + total - query)[:, None]], 1)
+        value = torch.cat([value, (smooth_reach(red.own_u - slope_query, ry) + total - query)[:, None]], 1)
     high = V + value  # of V + y - G.w
     kappa = high * phi(torch.where(high > 0, bounds.score[1], bounds.score[0]))
     most = torch.maximum(-bounds.bilinear[0], bounds.bilinear[1]).clamp_min(0)
     e_query = 2 * kappa[..., None] * (centre.beta - shift[:, None])
     if red.own:
         e_query = torch.cat([e_query[:, :K], e_query[:, K:] + red.own_u[:, None]], 1)
-    moved = _reach(e_query, ry[:, None])
-    keys = _reach(red.u[:, None] + 2 * kappa[:, :K, None] * centre.alpha[:, None], rx)
+    moved = smooth_reach(e_query, ry[:, None])
+    keys = smooth_reach(red.u[:, None] + 2 * kappa[:, :K, None] * centre.alpha[:, None], rx)
     moved = moved + torch.cat([keys, keys.new_zeros(keys.shape[0], red.n - K)], 1)
     spare = torch.where(most > 0, moved + kappa.abs() * most + total[:, None], torch.zeros_like(moved))
-    const = Constants(kappa, V, spare, torch.zeros_like(slope_keys), torch.zeros_like(slope_query), V.new_zeros(V.shape[0]))
+    nothing = (torch.zeros_like(slope_keys), torch.zeros_like(slope_query), torch.zeros_like(query))
+    const = Constants(kappa, V, spare, *nothing)
     maj = majorant(centre, shift, const)
     mean_keys = p[:, :K, None] * centre.alpha[:, None]  # the query's part is taken off by the shift
     U = (
@@ -81,8 +82,8 @@ def _with_slope(
     return replace(maj, g=maj.g - slope_keys, gq=maj.gq - slope_query, low_rank=U)
 
 
-def _reach(vector: torch.Tensor, radius: torch.Tensor) -> torch.Tensor:
-    """`reach`, with a gradient at zero."""
+def smooth_reach(vector: torch.Tensor, radius: torch.Tensor) -> torch.Tensor:
+    """`reach`, with a gradient at zero, and never below it."""
     if radius.shape[-1] == 1 and vector.shape[-1] != 1:
         return (vector.square().sum(-1) + 1e-60).sqrt() * radius[..., 0]
     return reach(vector, radius)

@@ -12,7 +12,7 @@ from importlib import import_module
 
 from ..errors import AttnBoundsError
 
-COMMANDS = ("certify", "sweep", "demo", "ntk", "verify")
+COMMANDS = ("certify", "sweep", "compare", "demo", "ntk", "verify")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(argv)
     except SystemExit as stop:
         return int(stop.code or 0)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     try:
         return modules[args.command].run(args)
     except AttnBoundsError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +54,6 @@ def read_prompts(path: str) -> list[str]:
     if not prompts:
         raise ArgumentError(f"prompts: expected at least one line of text in {path!r}, got none")
     return prompts
-
-
-def known_methods(methods: Sequence[str], known: Sequence[str]) -> None:
-    """Raise ArgumentError for a method that is not known."""
-    for method in methods:
-        if method not in known:
-            raise ArgumentError(f"methods: expected some of {', '.join(known)}, got {method!r}")
-    if not methods:
-        raise ArgumentError(f"methods: expected some of {', '.join(known)}, got none")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

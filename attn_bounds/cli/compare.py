@@ -1,0 +1,74 @@
+"""`attn-bounds compare`: every bound beside the verifiers' on the same heads, and the report of a run."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+
+from ..errors import MissingDependencyError
+from ..report import write_report
+from ..runs import VERIFIER_METHODS, runner
+from ._units import add_units, run_units
+
+PROMPTS = [
+    "The old bridge was closed after the flood, and nobody knows when it will open again.",
+    "Her second novel sold far better than the first, although the critics liked it less.",
+]
+METHODS = [
+    "search",
+    "exact",
+    "first-order",
+    "vertex",
+    "moment2",
+    "moment3",
+    "lagrangian",
+    "ibp",
+    "crown",
+    "crown:stock",
+    "alpha-crown",
+]
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Register the subcommand and what it compares."""
+    kinds = subparsers.add_parser("compare", help="every bound beside the verifiers' on the same units").add_subparsers(
+        dest="what", required=True, metavar="WHAT"
+    )
+    heads = kinds.add_parser("heads", help="heads x queries x prompts x radii x methods, with a report")
+    add_units(heads, queries=[4], radii=[0.001, 0.002, 0.01, 0.02], methods=None, query_moves="both")
+    heads.set_defaults(compare=_heads)
+    report = kinds.add_parser("report", help="the Markdown and HTML page of a run, from its table")
+    report.add_argument("run", metavar="DIR", help="the --out of a run")
+    report.set_defaults(compare=_report)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run what was asked for."""
+    return args.compare(args)
+
+
+def _heads(args: argparse.Namespace) -> int:
+    if args.methods is None:
+        args.methods = _default_methods()
+    _, done, _ = run_units(args, PROMPTS)
+    note = done.out / "command.txt"
+    if not note.exists():
+        note.write_text(shlex.join(["attn-bounds", *(a for a in args.argv if a != "--resume")]) + "\n")
+    return _report(argparse.Namespace(run=str(done.out)))
+
+
+def _default_methods() -> list[str]:
+    """All methods; without those of a verifier, and a line that says so, where it is not installed."""
+    try:
+        runner("crown")
+    except MissingDependencyError as error:
+        print(f"attn-bounds compare: without {', '.join(VERIFIER_METHODS)}: {error}", file=sys.stderr)
+        return [m for m in METHODS if m.partition(":")[0] not in VERIFIER_METHODS]
+    return METHODS
+
+
+def _report(args: argparse.Namespace) -> int:
+    markdown, page = write_report(args.run)
+    print(f"{page} and {markdown}; figures and their CSVs beside them")
+    return 0
