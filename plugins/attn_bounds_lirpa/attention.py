@@ -140,6 +140,7 @@ class BoundAttentionMix(RelaxedOp):
         self.network = weakref.ref(network) if network is not None else lambda: None
         self.max_rows = max_rows
         self.pairs = pairs
+        self.max_work = 4 * 10**9  # multiplications of one exact composition; beyond it, enclosing ellipsoids
         self.forms = None
         self.local = None  # LocalHeads, where the fused attention is all there is between the input and the output
 
@@ -236,9 +237,15 @@ class BoundAttentionMix(RelaxedOp):
         n_heads, n_keys = value.lower.shape[1:3]
         low = directions.new_zeros(*directions.shape[:2], n_keys)
         high = torch.zeros_like(low)
+        cheap = self.forms.work(len(heads)) <= self.max_work
         for head in range(n_heads):
             chosen = heads == head
-            if chosen.any():
+            if not chosen.any():
+                continue
+            quick = None if cheap else self.forms.quick_range(directions[chosen], head)
+            if quick is not None:
+                low[chosen], high[chosen] = quick
+            else:
                 for key in range(n_keys):
                     low[chosen, :, key], high[chosen, :, key] = self.forms.range(directions[chosen], head, key)
         return low, high
