@@ -18,7 +18,6 @@ from flint import arb, arb_mat
 from ._proof import Facts, dot, root
 from ._proof_exact import key_terms
 from .bounds._elimination import Circles
-from .errors import MethodNotApplicableError
 from .problem import HeadProblem
 from .reduced import coordinates, reduce
 from .regions import Balls
@@ -28,15 +27,14 @@ INFINITE = arb("inf")
 
 
 def prove(problem: HeadProblem, witness: dict[str, Any], upper: float) -> arb:
-    """Upper bound of max f that could be proved; infinite where the proof fails.
-
-    Raises: MethodNotApplicableError for a moving query in a box.
-    """
+    """Upper bound of max f that could be proved; infinite where the proof fails."""
     facts = Facts(problem)
     if problem.query_is_fixed:
         return arb(upper) if sum(key_terms(facts, arb(upper)), ZERO) <= 0 else INFINITE
     if not isinstance(problem.placed, Balls):
-        raise MethodNotApplicableError("method: a Lagrangian certificate of a box has no proof in ball arithmetic")
+        from ._audit_lagrangian_box import prove_box  # here: it is built on this module
+
+        return prove_box(facts, witness)
     pieces, cuts = witness["multipliers"].shape[0], witness["directions"].shape[0]
     shapes = {"low": (pieces, cuts), "high": (pieces, cuts), "multipliers": (pieces, 1 + cuts)}
     size = tuple(witness["directions"].shape[1:])
@@ -499,7 +497,7 @@ class Piece:
         return top_of(V * V * R / (c * (-2 * R * Z).exp())), top_of(left * left * R * 32 / c)
 
     def _rate(self, R: arb, size: arb, c1: arb, c2: arb) -> tuple[arb, arb] | None:
-        """c and left with e^{alpha.delta} (u.delta - |V|) <= -|V| + left |delta| - c s, s the depth below the centre."""
+        """c and left: e^{alpha.delta} (u.delta - |V|) <= -|V| + left |delta| - c s, s the depth below the centre."""
         aa, au, uu = self.aa, self.au, self.uu
         a1, u1 = (c1 * aa + c2 * au) / R, (c1 * au + c2 * uu) / R
         a_t = root(aa - a1 * a1)

@@ -25,19 +25,19 @@ Vector = list[arb]
 
 
 def prove(problem: HeadProblem, witness: dict[str, Any], upper: float) -> arb:
-    """Bound f in ball arithmetic by the witness's multipliers, less `upper`: the bound is proved where this is <= 0.
+    """Upper bound of max f that the witness's multipliers prove; `upper` stands where it is at most that.
 
-    Infinite (which is not <= 0) where a matrix could not be shown to be positive definite.
+    Infinite where a matrix could not be shown to be positive definite.
     """
     facts = Facts(problem)
     if bool(witness["mean"]):
-        return _largest_value(facts) - arb(upper)
+        return _largest_value(facts)
     y = {name: value.unsqueeze(0) for name, value in witness.items() if isinstance(value, torch.Tensor)}
     c = centre(reduce([problem]), y["x"], y["y"], float(witness["pull"]), float(witness["floor"]))
     proof = _Proof(facts, c, y)
     eps, least, most = proof.maximum(), proof.mass(proof.low), proof.mass(proof.high)
     t = arb(float(witness["t"]))
-    return t + larger(eps / least, eps / most) - arb(upper)
+    return t + larger(eps / least, eps / most)
 
 
 def _largest_value(facts: Facts) -> arb:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flint import arb
 
 from ._audit_lagrangian import prove
+from ._audit_moment import prove as prove_moment
 from ._proof import Facts, is_inside, output_at, set_precision
 from ._proof_exact import key_terms, list_terms
 from ._proof_ranges import ProvedRanges, price_sum, vertex_sum
@@ -62,4 +63,6 @@ def _is_bound(c: Certificate) -> bool:
         return bool(price_sum(ProvedRanges(facts), arb(float(c.witness["t"]))) <= t)
     if c.method == "lagrangian":
         return bool(prove(c.problem, c.witness, c.upper) <= t)
+    if c.method in ("moment2", "moment3"):
+        return bool(prove_moment(c.problem, c.witness, c.upper) <= t)
     raise MethodNotApplicableError(f"method: no proof in ball arithmetic for {c.method!r}")

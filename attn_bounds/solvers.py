@@ -5,6 +5,9 @@
 Cones, in the order their rows come: "zero", "nonneg", "soc" (first entry the largest), "exp" ((x, y, z) with
 y e^(x/y) <= z) and "psd" (upper triangle by columns, off-diagonal entries times sqrt 2; the dimension given is the
 matrix's).
+
+The batched solver Moreau 0.4.1 was tried on the moment programmes: on one core as fast as Clarabel (which it
+resembles), equally accurate, and it called one feasible programme in 72 infeasible; it is not among the solvers.
 """
 
 from __future__ import annotations
@@ -124,7 +127,8 @@ def _clarabel(conic: Conic, tolerance: float, max_iter: int) -> tuple[np.ndarray
     settings = clarabel.DefaultSettings()
     settings.verbose = False
     settings.max_iter = max_iter
-    settings.max_threads = 1
+    if hasattr(settings, "max_threads"):  # younger versions thread by themselves
+        settings.max_threads = 1
     settings.tol_gap_abs = settings.tol_gap_rel = settings.tol_feas = tolerance
     settings.chordal_decomposition_enable = False
     size = conic.q.size

@@ -10,7 +10,6 @@ from flint import arb
 from attn_bounds._audit_lagrangian import _covers, prove
 from attn_bounds._proof import set_precision
 from attn_bounds.bounds.lagrangian import lagrangian
-from attn_bounds.errors import MethodNotApplicableError
 from attn_bounds.head import AttentionHead
 from attn_bounds.problem import HeadProblem
 from attn_bounds.reduced import reduce
@@ -93,11 +92,20 @@ def test_coverage_of_the_query_ball() -> None:
     assert not _covers([], [])
 
 
-def test_boxes_have_no_proof_yet() -> None:
-    rng = np.random.default_rng(0)
-    tokens = rng.standard_normal((3, 5))
-    head = AttentionHead(*rng.standard_normal((3, 2, 5)))
-    problem = HeadProblem(head, tokens, 0, rng.standard_normal(2), TokenBox.around(tokens, 0.01))
-    found = lagrangian(reduce([problem]))
-    with pytest.raises(MethodNotApplicableError):
-        prove(problem, found.witness_of(0), float(found.upper[0]))
+@pytest.mark.parametrize("more", [{}, {"outside": True}, {"keys": [True, False, True, True]}])
+def test_boxes(more: dict) -> None:
+    for seed in range(2):
+        ball = problem_of(seed, 0.0, **dict(more))
+        points = ball.tokens if ball.query_index is not None else torch.cat([ball.tokens, ball.query_point[None]])
+        region = TokenBox.around(points, 0.004)
+        problem = HeadProblem(ball.head, ball.tokens, ball.query, ball.readout, region, keys=ball.keys)
+        found = lagrangian(reduce([problem]))
+        upper, witness = float(found.upper[0]), found.witness_of(0)
+        assert prove(problem, witness, upper) <= arb(upper)
+        value = search(problem).value
+        assert not prove(problem, witness, upper) < arb(value)
+        for name in ("key_multipliers", "query_multipliers"):
+            assert not prove(problem, {**witness, name: 0.3 * witness[name]}, upper) <= arb(upper), name
+        lowered = {**witness, "base": witness["base"] - 0.1 * (value - problem.nominal)}
+        assert not prove(problem, lowered, upper) <= arb(upper)
+        assert not prove(problem, {**witness, "x": witness["x"][:1]}, upper) <= arb(upper)

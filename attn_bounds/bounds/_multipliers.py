@@ -27,7 +27,7 @@ class Dual:
 
 
 def barrier(maj: Majorant, key_mult: torch.Tensor, query_mult: torch.Tensor) -> torch.Tensor:
-    """log det of Lambda - H in units of the radii, up to a constant, (B,); differentiable, meaningless where not > 0."""
+    """log det of Lambda - H in units of the radii, up to a constant, (B,); differentiable; only where it is > 0."""
     el = Eliminated(maj, key_mult, query_mult)
     mu = key_mult - maj.rest[..., None]
     copies = maj.g.shape[-1] // mu.shape[-1]

@@ -22,6 +22,7 @@ class RelaxedOp(BoundOptimizableActivation):
         super().__init__(attr, inputs, output_index, options)
         self.requires_input_bounds = list(range(len(self.inputs)))
         self.splittable = False
+        self.alpha_batch_dim = 2
         self.warned = False
 
     def parameter_shape(self) -> tuple[int, ...]:
@@ -42,6 +43,13 @@ class RelaxedOp(BoundOptimizableActivation):
     def clip_alpha(self):
         for parameters in self.alpha.values():
             self.clip(parameters.data)
+
+    clip_alpha_ = clip_alpha  # its name in auto_LiRPA 0.3
+
+    def init_opt_parameters(self, start_nodes):
+        self.alpha = type(self.alpha)()
+        for name, size, *_ in start_nodes:
+            self.alpha[name] = self._init_opt_parameters_impl(size, name_start=name)
 
     def _init_opt_parameters_impl(self, size_spec, name_start=None, **kwargs):
         like = self.inputs[0].lower

@@ -10,7 +10,10 @@ import time
 import torch
 from torch import Tensor
 
+from attn_bounds.errors import MethodNotApplicableError
+
 from .attention import BoundAttentionMix, BoundScoreDifferences
+from .compat import IS_03
 
 _SETTINGS = {  # a verifier may have set these for its own passes
     "enable_alpha_crown": True,
@@ -42,6 +45,8 @@ def optimised_lower_bound(
     started after `deadline` (time.monotonic()). Returns the lower bounds, the intermediate bounds they rest on as
     {node name: (lower, upper)}, and the lower bounds after the first pass.
     """
+    if IS_03:
+        raise MethodNotApplicableError("optimised_lower_bound: needs auto_LiRPA 0.7; use method='CROWN-Optimized'")
     with torch.no_grad():
         first, _ = network.compute_bounds(x=x, C=C, method="CROWN", bound_upper=False, interm_bounds=interm_bounds)
     first = first.detach().clone()

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from .compat import backward
+
 _SAVED = ("lA", "uA", "zero_lA_mtx", "zero_uA_mtx", "zero_backward_coeffs_l", "zero_backward_coeffs_u", "_start")
 
 
@@ -18,7 +20,7 @@ def bound_rows(network, node, rows: Tensor) -> tuple[Tensor, Tensor]:
     """
     with paused(network):
         flat = rows.transpose(0, 1)
-        lower, upper = network.backward_general(node, flat, bound_lower=True, bound_upper=True)
+        lower, upper = backward(network, node, flat)
     return lower.reshape(rows.shape[1], -1).transpose(0, 1), upper.reshape(rows.shape[1], -1).transpose(0, 1)
 
 
@@ -27,8 +29,8 @@ def paused(network):
     """Put aside what a running backward pass keeps on the nodes, and restore it."""
     saved = [(node, {name: getattr(node, name) for name in _SAVED if hasattr(node, name)}) for node in network.nodes()]
     stages = [(node, node.opt_stage) for node in network.nodes() if hasattr(node, "opt_stage")]
-    visited = {name: list(starts) for name, starts in network.backward_from.items()}
-    return_a = network.return_A
+    visited = {name: list(starts) for name, starts in getattr(network, "backward_from", {}).items()}
+    return_a = getattr(network, "return_A", False)
     network.return_A = False
     for node, _ in stages:
         node.opt_stage = None

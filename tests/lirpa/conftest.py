@@ -67,6 +67,16 @@ def convert(model, x, **options):
     return BoundedModule(model.eval(), x, bound_opts={**OPTIONS, **options}, verbose=False)
 
 
+def shaped(C, tokens=4, d=6):
+    """Rows over flat outputs (b, s, tokens * d) in the shape of the output, which auto_LiRPA 0.3 asks for."""
+    return C.unflatten(-1, (tokens, d))
+
+
+def every_output(x):
+    """The identity rows (b, n d, n, d) for a model whose output has the shape of its input x (b, n, d)."""
+    return torch.eye(x[0].numel(), dtype=x.dtype).view(1, -1, *x.shape[1:]).expand(x.shape[0], -1, *x.shape[1:])
+
+
 def ball(x, eps, norm=np.inf):
     return BoundedTensor(x, PerturbationLpNorm(norm=norm, eps=eps))
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 from attn_bounds_lirpa import PerturbationTokenBall, attach, fuse_attention, optimised_lower_bound, repair_softmax
 from attn_bounds_lirpa.attention import full_differences, pair_indices
+from attn_bounds_lirpa.compat import IS_03
+from attn_bounds_lirpa.forms import ValueForms
 from attn_bounds_lirpa.relaxations import attention_interval, softmax_lower, softmax_upper, weighted_sum_upper
 from auto_LiRPA import BoundedTensor
-from conftest import Attention, Block, attained, ball, convert
+from conftest import Attention, Block, attained, ball, convert, every_output, shaped
 
 pytestmark = pytest.mark.lirpa
 
@@ -73,17 +75,17 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("norm", [np.inf, 2])
-def test_bounds_hold_and_outputs_are_unchanged(case, norm):
+@pytest.mark.parametrize(("norm", "max_differences"), [(np.inf, 2000), (2, 2000), (np.inf, 0)])
+def test_bounds_hold_and_outputs_are_unchanged(case, norm, max_differences):
     torch.manual_seed(3)
     model, x = Attention(**case), torch.randn(1, 4, 6)
     network = convert(model, x)
-    report = fuse_attention(network)
+    report = fuse_attention(network, max_differences=max_differences)
     assert len(report["fused"]) == 1 and not report["skipped"]
     torch.testing.assert_close(network(x), model(x), rtol=0, atol=1e-12)
     for eps in (0.0, 0.05, 0.5, 3.0):
         C = torch.randn(1, 3, 24)
-        lower, upper = network.compute_bounds(x=(ball(x, eps, norm),), C=C, method="CROWN")
+        lower, upper = network.compute_bounds(x=(ball(x, eps, norm),), C=shaped(C), method="CROWN")
         low, high = attained(model, x, eps, norm, C[0], samples=100, steps=4)
         slack = 1e-9 * (1 + C.abs().sum(-1))
         assert torch.isfinite(lower).all() and torch.isfinite(upper).all()
@@ -94,27 +96,28 @@ def test_bounds_hold_and_outputs_are_unchanged(case, norm):
             assert (lower <= y + 1e-9).all() and (upper >= y - 1e-9).all()
 
 
-@pytest.mark.parametrize("max_rows", [0, 10**6])
-def test_two_blocks_hold_batched_and_are_tighter_than_the_repaired_stock(max_rows):
+@pytest.mark.parametrize(("max_rows", "max_differences"), [(0, 2000), (10**6, 2000), (0, 0)])
+def test_two_blocks_hold_batched_and_are_tighter_than_the_repaired_stock(max_rows, max_differences):
     torch.manual_seed(5)
     model = torch.nn.Sequential(Block(gain=3.0), Block(gain=3.0))
     x = torch.randn(3, 4, 6)
     fused, plain = convert(model, x), convert(model, x)
-    assert len(fuse_attention(fused, max_rows=max_rows)["fused"]) == 2
+    assert len(fuse_attention(fused, max_rows, max_differences)["fused"]) == 2
     assert len(repair_softmax(plain)) == 2
     torch.testing.assert_close(fused(x), model(x), rtol=0, atol=1e-12)
     C = torch.randn(3, 4, 24)
     for eps in (0.01, 0.05):
-        lower, upper = fused.compute_bounds(x=(ball(x, eps),), C=C, method="CROWN")
-        plain_lower, plain_upper = plain.compute_bounds(x=(ball(x, eps),), C=C, method="CROWN")
+        lower, upper = fused.compute_bounds(x=(ball(x, eps),), C=shaped(C), method="CROWN")
+        plain_lower, plain_upper = plain.compute_bounds(x=(ball(x, eps),), C=shaped(C), method="CROWN")
         assert (upper - lower).mean() < (plain_upper - plain_lower).mean()
         for b in range(3):
             low, high = attained(model, x[b : b + 1], eps, C=C[b], samples=100, steps=8)
             assert (lower[b] <= low + 1e-9).all() and (upper[b] >= high - 1e-9).all()
-            alone, _ = fused.compute_bounds(x=(ball(x[b : b + 1], eps),), C=C[b : b + 1], method="CROWN")
+            alone, _ = fused.compute_bounds(x=(ball(x[b : b + 1], eps),), C=shaped(C[b : b + 1]), method="CROWN")
             torch.testing.assert_close(alone[0], lower[b], rtol=0, atol=1e-9)
 
 
+@pytest.mark.skipif(IS_03, reason="needs auto_LiRPA 0.7")
 def test_optimised_rows_hold_and_improve():
     torch.manual_seed(6)
     model, x = torch.nn.Sequential(Block(gain=3.0), Block(gain=3.0)), torch.randn(1, 4, 6)
@@ -125,7 +128,18 @@ def test_optimised_rows_hold_and_improve():
     low, _ = attained(model, x, 0.03, C=C[0])
     assert (best >= first - 1e-9).all() and (best - first).mean() > 1e-4
     assert (best[0] <= low + 1e-9).all()
-    lower, _ = network.compute_bounds(x=(ball(x, 0.03),), C=C, method="CROWN-Optimized", bound_upper=False)
+
+
+def test_alpha_mode_holds_and_improves():
+    torch.manual_seed(6)
+    model, x = torch.nn.Sequential(Block(gain=3.0), Block(gain=3.0)), torch.randn(1, 4, 6)
+    network = convert(model, x, optimize_bound_args={"iteration": 4, "lr_alpha": 0.1})
+    attach(network)
+    C = torch.randn(1, 3, 24)
+    first, _ = network.compute_bounds(x=(ball(x, 0.03),), C=shaped(C), method="CROWN", bound_upper=False)
+    lower, _ = network.compute_bounds(x=(ball(x, 0.03),), C=shaped(C), method="CROWN-Optimized", bound_upper=False)
+    low, _ = attained(model, x, 0.03, C=C[0])
+    assert (lower >= first - 1e-9).all() and (lower - first).mean() > 1e-4
     assert (lower[0] <= low + 1e-9).all()
 
 
@@ -133,10 +147,10 @@ def test_bounds_work_again_after_an_exception():
     model, x = Attention(), torch.randn(1, 4, 6)
     network = convert(model, x)
     fuse_attention(network)
-    before, _ = network.compute_bounds(x=(ball(x, 0.1),), method="CROWN")
-    with pytest.raises(RuntimeError):
+    before, _ = network.compute_bounds(x=(ball(x, 0.1),), C=every_output(x), method="CROWN")
+    with pytest.raises((RuntimeError, IndexError)):
         network.compute_bounds(x=(ball(x, 0.1),), C=torch.randn(1, 2, 7), method="CROWN")
-    after, _ = network.compute_bounds(x=(ball(x, 0.1),), method="CROWN")
+    after, _ = network.compute_bounds(x=(ball(x, 0.1),), C=every_output(x), method="CROWN")
     torch.testing.assert_close(before, after)
 
 
@@ -145,7 +159,7 @@ def test_single_precision_bounds_hold():
     model, x = Attention(gain=3.0), torch.randn(1, 4, 6)
     network = convert(model, x)
     fuse_attention(network)
-    lower, upper = network.compute_bounds(x=(ball(x, 0.1),), method="CROWN")
+    lower, upper = network.compute_bounds(x=(ball(x, 0.1),), C=every_output(x), method="CROWN")
     low, high = attained(model, x, 0.1)
     assert lower.dtype == torch.float32
     assert (lower[0].flatten() <= low + 1e-5).all() and (upper[0].flatten() >= high - 1e-5).all()
@@ -170,6 +184,7 @@ def test_affine_bound_touches_its_own_centre():
         assert (gap >= 0).all() and (gap <= 40 * width**2).all()
 
 
+@pytest.mark.skipif(IS_03, reason="this version's A dictionary has another shape")
 def test_network_bound_at_its_centre_is_second_order():
     """The lower and the upper affine forms of a network, evaluated at the centre of the ball, enclose the output there
     with a gap that falls with the square of the radius."""
@@ -196,13 +211,13 @@ def test_token_balls_hold_and_are_tighter_than_their_box():
     region = PerturbationTokenBall(0.1, relative=True, frozen=[0])
     radii = region.radii(x)
     assert radii[0, 0] == 0 and torch.allclose(radii[0, 1:], 0.1 * x[0, 1:].norm(dim=-1))
-    lower, upper = network.compute_bounds(x=(BoundedTensor(x, region),), method="CROWN")
+    lower, upper = network.compute_bounds(x=(BoundedTensor(x, region),), C=every_output(x), method="CROWN")
     step = torch.randn(2000, 4, 6)
     step = radii[0][:, None] * step / step.norm(dim=-1, keepdim=True)
     y = model(x + step)
-    assert (lower <= y + 1e-9).all() and (upper >= y - 1e-9).all()
+    assert (lower.view(x.shape) <= y + 1e-9).all() and (upper.view(x.shape) >= y - 1e-9).all()
     box = ball(x, radii[..., None])
-    box_lower, _ = network.compute_bounds(x=(box,), method="CROWN")
+    box_lower, _ = network.compute_bounds(x=(box,), C=every_output(x), method="CROWN")
     assert (lower >= box_lower - 1e-9).all() and (lower - box_lower).mean() > 0
 
 
@@ -218,16 +233,18 @@ def test_what_is_not_attention_is_left_alone_with_a_reason():
     assert not report["fused"] and len(report["repaired"]) == 1
     (reason,) = report["skipped"].values()
     assert "BoundRelu" in reason
-    lower, upper = network.compute_bounds(x=(ball(x, 0.1),), method="CROWN")
+    if IS_03:
+        return  # its own MatMul does not propagate through this graph
+    lower, upper = network.compute_bounds(x=(ball(x, 0.1),), C=every_output(x), method="CROWN")
     y = Scaled()(x + 0.1 * torch.randn(500, 2, 3, 4).clamp(-1, 1))
-    assert (lower <= y + 1e-9).all() and (upper >= y - 1e-9).all()
+    assert (lower.view(x.shape) <= y + 1e-9).all() and (upper.view(x.shape) >= y - 1e-9).all()
 
 
 def test_a_bound_that_is_not_finite_becomes_the_interval_bound():
     model, x = Attention(), torch.randn(1, 4, 6)
     network = convert(model, x)
     fuse_attention(network)
-    network.compute_bounds(x=(ball(x, 0.1),), method="CROWN")
+    network.compute_bounds(x=(ball(x, 0.1),), C=every_output(x), method="CROWN")
     mix = next(n for n in network.nodes() if type(n).__name__ == "BoundAttentionMix")
     rows = torch.randn(2, 1, *mix.output_shape[1:])
     mix.network = lambda: None
@@ -237,3 +254,31 @@ def test_a_bound_that_is_not_finite_becomes_the_interval_bound():
     assert torch.isfinite(lower).all() and torch.isfinite(upper).all()
     low, high = mix.interval_propagate(*[(n.lower, n.upper) for n in mix.inputs])
     torch.testing.assert_close(upper, (rows.clamp(min=0) * high + rows.clamp(max=0) * low).flatten(2).sum(-1))
+
+
+@pytest.mark.parametrize("limit", ["exact", "quick"])
+def test_the_range_of_value_directions_holds(limit):
+    torch.manual_seed(8)
+    model, x = torch.nn.Sequential(Block(), Block()), torch.randn(2, 4, 6)
+    network = convert(model, x)
+    fuse_attention(network, max_rows=0)
+    network.compute_bounds(x=(ball(x, 0.05),), C=every_output(x), method="CROWN")
+    cases = []
+    for mix in [node for node in network.nodes() if type(node).__name__ == "BoundAttentionMix"]:
+        value = mix.inputs[1]
+        forms = ValueForms(network, value)
+        directions = torch.randn(7, 2, 3)
+        ranges = []
+        for head in range(2):
+            exact = [forms.range(directions, head, key) for key in range(4)]
+            exact = [torch.stack(ends, -1) for ends in zip(*exact, strict=True)]
+            quick = forms.quick_range(directions, head)
+            assert (quick[0] <= exact[0] + 1e-9).all() and (quick[1] >= exact[1] - 1e-9).all()
+            ranges.append(exact if limit == "exact" else quick)
+        cases.append((value, directions, ranges))
+    for _ in range(200):
+        network(x + 0.05 * (2 * torch.rand(2, 4, 6) - 1))
+        for value, directions, ranges in cases:
+            for head, (low, high) in enumerate(ranges):
+                w = torch.einsum("mbc,bjc->mbj", directions, value.forward_value[:, head])
+                assert (w >= low - 1e-9).all() and (w <= high + 1e-9).all()
