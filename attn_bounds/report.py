@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import html
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from . import plots
-from .errors import ArgumentError
+from ._page import Part, read_run, write_page
 from .runs import VERIFIER_METHODS
 
 KEYS = ["prompt", "layer", "head", "query", "query_moves", "region", "radius", "readout"]
@@ -44,61 +39,23 @@ PUBLISHED = [
 REFERENCE = "moment2"  # the method whose gap the published ratios divide by
 
 
-@dataclass(frozen=True)
-class Part:
-    """One part of a report: a heading, a sentence on what is shown, a table, and a figure drawn from `data`."""
-
-    name: str
-    title: str
-    text: str
-    table: pd.DataFrame | None = None
-    data: pd.DataFrame | None = None
-    draw: Any = None  # draw(data, path)
-
-
 def write_report(folder: str | Path) -> Path:
     """Write report.md, report.html and figures/ (PNG and CSV each) of the run in `folder`; return the page.
 
     Raises: ArgumentError where the folder holds no run.
     """
     folder = Path(folder)
-    try:
-        settings = json.loads((folder / "settings.json").read_text())
-        table = pd.read_csv(folder / "results.csv", dtype={"reason": str, "given_by": str})
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"run: expected a folder that holds a run, got {folder} ({error})") from None
-    if table.empty:
-        raise ArgumentError(f"run: expected rows in {folder / 'results.csv'}, got none")
-    note = folder / "command.txt"
-    command = note.read_text().strip() if note.exists() else "attn-bounds sweep"
-    figures = folder / "figures"
-    figures.mkdir(exist_ok=True)
-    parts = _drawn(_parts(table), figures)
-    again = f"attn-bounds compare report {folder}"
+    table, command = read_run(folder)
+    model = table["model"].iloc[0]
     units = len(table) // max(table["method"].nunique(), 1)
     lead = (
-        f"{units} units of {settings.get('model')}: {table['layer'].nunique()} layers, "
+        f"{units} units of {model}: {table['layer'].nunique()} layers, "
         f"{table['head'].nunique()} heads, "
         f"{table['prompt'].nunique()} prompts, {table['query'].nunique()} query positions, radii "
         f"{', '.join(f'{r:g}' for r in sorted(table['radius'].unique()))} ({table['region'].iloc[0]}); all methods of "
         "a unit see the same region and readout, and every gap is taken to the best value that any of them attained."
     )
-    markdown, page = folder / "report.md", folder / "report.html"
-    markdown.write_text(_markdown("Heads side by side", lead, parts, command, again))
-    page.write_text(_html("Heads side by side", lead, parts, command, again))
-    return page
-
-
-def _drawn(parts: Sequence[Part], figures: Path) -> list[Part]:
-    """Write the CSVs and figures of the parts that have something to show, and return those."""
-    kept = [part for part in parts if part.data is None or len(part.data)]
-    for part in kept:
-        for kind, data in (("table", part.table), ("figure", part.data)):
-            if data is not None:
-                data.to_csv(figures / f"{part.name}-{kind}.csv", index=False)
-        if part.draw is not None:
-            part.draw(part.data, figures / f"{part.name}.png")
-    return kept
+    return write_page(folder, "Heads side by side", lead, _parts(table), command)
 
 
 def gaps(table: pd.DataFrame) -> pd.DataFrame:
@@ -275,135 +232,3 @@ def _nothing(table: pd.DataFrame) -> Part:
         "With its reason. A bound that an attained value refutes is thrown away and counted here.",
         rows if len(rows) else None,
     )  # fmt: skip
-
-
-# The same for GPT-2's blocks: 132 units.
-PUBLISHED_BLOCKS = {
-    "second_order / attained - 1 at r <= 0.001": "0.0004 to 0.015",
-    "crown / per-operation sum": "1.63 (1.26 to 2.34); softmax as one operation: 0.75 to 1.01",
-    "predicted looseness": "140 (33 to 722)",
-    "effective rank": "11 (2.4 to 50)",
-    "Spearman, predicted and measured looseness": "0.98",
-}
-
-
-def write_block_report(folder: str | Path) -> Path:
-    """Write report.md, report.html and figures/ of a block-residual run. Raises: ArgumentError."""
-    folder = Path(folder)
-    try:
-        t = pd.read_csv(folder / "results.csv")
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"run: expected a folder that holds a run, got {folder} ({error})") from None
-    if t.empty:
-        raise ArgumentError(f"run: expected rows in {folder / 'results.csv'}, got none")
-    figures = folder / "figures"
-    figures.mkdir(exist_ok=True)
-    forms = {
-        "softmax one operation": ("crown", "per_operation"),
-        "softmax in parts": ("crown_split", "per_operation_split"),
-    }
-    loose = pd.concat([
-        t[["layer", "prompt", "readout", "radius"]].assign(
-            method=name, predicted=t[total] / t["second_order"], measured=t[bound] / t["attained"], ratio=t[bound] / t[total]
-        )
-        for name, (bound, total) in forms.items()
-    ]).dropna()  # fmt: skip
-    rows = [
-        _spread(
-            "second_order / attained - 1 at r <= 0.001",
-            t[t["radius"] <= 0.001].eval("second_order / attained - 1").abs(),
-        )
-    ]
-    rows += [_spread("effective rank", t["effective_rank"])]
-    rows += [_spread("predicted looseness", (t[total] / t["second_order"]), name) for name, (_, total) in forms.items()]
-    for name, part in loose.groupby("method"):
-        rows.append(_spread("measured looseness", part["measured"], str(name)))
-        rows.append(_spread("crown / per-operation sum", part["ratio"], str(name)))
-        rank = part[["predicted", "measured"]].corr(method="spearman").iloc[0, 1]
-        rows.append(
-            {"figure": "Spearman, predicted and measured looseness", "form": name, "median": rank, "units": len(part)}
-        )
-    shown = pd.DataFrame(rows)
-    shown["published (GPT-2)"] = shown["figure"].map(PUBLISHED_BLOCKS).fillna("")
-    parts_by = pd.DataFrame([json.loads(x) for x in t["by_operation"]]).div(t["per_operation"], axis=0)
-    share = parts_by.quantile([0.25, 0.5, 0.75]).T.reset_index()
-    share.columns = ["operation", "q25", "median", "q75"]
-    parts = [
-        Part("blocks", "Figures", "Median and range over the units. Looseness is a bound over the attained maximum; the "
-             "prediction is the sum of the operations' own second-order maxima over the joint one.", shown),
-        Part("looseness", "Predicted against measured looseness", "One point a unit; the line is equality.", None, loose,
-             plots.looseness),
-        Part("operations", "Share of each operation", "Of the per-operation sum, softmax one operation.", share),
-    ]  # fmt: skip
-    note = folder / "command.txt"
-    command = note.read_text().strip() if note.exists() else "attn-bounds compare block-residual"
-    lead = (
-        f"{len(t)} units of {t['model'].iloc[0]}: {t['layer'].nunique()} blocks, radii {sorted(t['radius'].unique())}."
-    )
-    kept = _drawn(parts, figures)
-    again = f"attn-bounds compare report {folder}"
-    (folder / "report.md").write_text(_markdown("Blocks: one joint maximum against a sum", lead, kept, command, again))
-    page = folder / "report.html"
-    page.write_text(_html("Blocks: one joint maximum against a sum", lead, kept, command, again))
-    return page
-
-
-def _spread(figure: str, values: pd.Series, form: str = "") -> dict[str, Any]:
-    if not len(values):
-        return {"figure": figure, "form": form, "units": 0}
-    return {
-        "figure": figure, "form": form, "median": float(values.median()), "least": float(values.min()),
-        "greatest": float(values.max()), "units": len(values),
-    }  # fmt: skip
-
-
-def _cells(table: pd.DataFrame) -> list[list[str]]:
-    def text(value: Any) -> str:
-        if isinstance(value, float):
-            return "" if np.isnan(value) else f"{value:.3g}"
-        return str(value)
-
-    return [[text(value) for value in row] for row in table.itertuples(index=False)]
-
-
-def _markdown(title: str, lead: str, parts: Sequence[Part], command: str, again: str) -> str:
-    lines = [f"# {title}", "", lead, "", "Run:", "", f"    {command}", "", "Report:", "", f"    {again}", ""]
-    for part in parts:
-        lines += [f"## {part.title}", "", part.text, ""]
-        if part.table is not None:
-            lines += ["| " + " | ".join(map(str, part.table.columns)) + " |", "|" + "---|" * len(part.table.columns)]
-            lines += ["| " + " | ".join(row) + " |" for row in _cells(part.table)]
-            lines += ["", f"`figures/{part.name}-table.csv`", ""]
-        if part.draw is not None:
-            lines += [f"![{part.title}](figures/{part.name}.png)", "", f"`figures/{part.name}-figure.csv`", ""]
-    return "\n".join(lines)
-
-
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}"
-    "table{border-collapse:collapse;font-size:13px}td,th{padding:3px 9px;border-bottom:1px solid #ddd;text-align:left}"
-    "img{max-width:100%}pre{background:#f5f5f5;padding:.6em;overflow-x:auto}small{color:#666}.scroll{overflow-x:auto}"
-)
-
-
-def _html(title: str, lead: str, parts: Sequence[Part], command: str, again: str) -> str:
-    e = html.escape
-    out = [
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{e(title)}</title>",
-        f"<style>{_STYLE}</style></head><body><h1>{e(title)}</h1><p>{e(lead)}</p>",
-        f"<p>Run, then report:</p><pre>{e(command)}\n{e(again)}</pre>",
-    ]
-    for part in parts:
-        out.append(f"<h2>{e(part.title)}</h2><p>{e(part.text)}</p>")
-        if part.table is not None:
-            head = "".join(f"<th>{e(str(c))}</th>" for c in part.table.columns)
-            body = "".join("<tr>" + "".join(f"<td>{e(c)}</td>" for c in row) + "</tr>" for row in _cells(part.table))
-            csv = f"figures/{part.name}-table.csv"
-            out.append(f"<div class='scroll'><table><tr>{head}</tr>{body}</table></div>")
-            out.append(f"<p><small><a href='{csv}'>{csv}</a></small></p>")
-        if part.draw is not None:
-            csv = f"figures/{part.name}-figure.csv"
-            out.append(f"<img src='figures/{part.name}.png' alt='{e(part.title)}'>")
-            out.append(f"<p><small><a href='{csv}'>{csv}</a></small></p>")
-    out.append("</body></html>")
-    return "\n".join(out)

@@ -7,8 +7,9 @@ import shlex
 import sys
 from pathlib import Path
 
+from ..block_report import write_block_report
 from ..errors import MissingDependencyError
-from ..report import write_block_report, write_report
+from ..report import write_report
 from ..runs import VERIFIER_METHODS, runner
 from ._blocks import add_blocks, run_blocks
 from ._units import add_units, run_units
