@@ -127,7 +127,8 @@ def _clarabel(conic: Conic, tolerance: float, max_iter: int) -> tuple[np.ndarray
     settings = clarabel.DefaultSettings()
     settings.verbose = False
     settings.max_iter = max_iter
-    settings.max_threads = 1
+    if hasattr(settings, "max_threads"):  # younger versions thread by themselves
+        settings.max_threads = 1
     settings.tol_gap_abs = settings.tol_gap_rel = settings.tol_feas = tolerance
     settings.chordal_decomposition_enable = False
     size = conic.q.size

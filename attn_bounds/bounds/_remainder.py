@@ -99,8 +99,45 @@ def choose_multipliers(maj: Majorant, rounds: int) -> tuple[torch.Tensor, torch.
         wk, wq = _argmax(_argmax(gk * rx, rx) + wk, rx), _argmax(_argmax(gq * ry, ry) + wq, ry)
     gk, gq = (g + h for g, h in zip((maj.g, maj.gq), apply(maj, rx * wk, ry * wq), strict=True))
     key, query = _size(gk * rx, rx), _size(gq * ry, ry)
+    best: tuple[torch.Tensor, torch.Tensor] | None = None
+    value = torch.full_like(maj.q0, torch.inf)
+    for least in (torch.zeros_like(key), _own_curvature(maj)):  # the second: every key's block positive by itself
+        grown, found = _grown(maj, torch.maximum(key, least), query)
+        if best is None:
+            best, value = grown, found
+        else:
+            better = found < value
+            best = (
+                torch.where(better[:, None, None], grown[0], best[0]),
+                torch.where(better[:, None], grown[1], best[1]),
+            )
+            value = torch.where(better, found, value)
+    assert best is not None
+    return best
+
+
+def _own_curvature(maj: Majorant) -> torch.Tensor:
+    """A little above the largest curvature of each key's own block, in units of the radii, (B, K, 1 or m)."""
+    K = maj.block
+    if maj.key_radius.shape[-1] == 1:
+        gram = maj.plane @ maj.plane.transpose(1, 2)
+        M = gram[:, None] @ K
+        half = (M[..., 0, 0] + M[..., 1, 1]) / 2
+        det = M[..., 0, 0] * M[..., 1, 1] - M[..., 0, 1] * M[..., 1, 0]
+        top = half + (half * half - det).clamp_min(0).sqrt()
+        return 1.001 * (top[..., None] * maj.key_radius.square() + maj.rest[..., None]).clamp_min(0)
+    reach_1, reach_2 = ((maj.plane[:, i, None].abs() * maj.key_radius).sum(-1)[..., None] for i in (0, 1))
+    one, two = ((maj.plane[:, i, None].abs() * maj.key_radius) for i in (0, 1))
+    first, mixed = K[..., 0, 0].abs()[..., None], K[..., 0, 1].abs()[..., None]
+    return first * one * reach_1 + mixed * (one * reach_2 + two * reach_1) + maj.rest[..., None]
+
+
+def _grown(
+    maj: Majorant, key: torch.Tensor, query: torch.Tensor
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The first of growing multiples that passes the test, and its value (B,)."""
     mean = (key.flatten(1).sum(1) + query.sum(1)) / (key[0].numel() + query[0].numel())
-    best = [key.clone(), query.clone()]
+    best = (key.clone(), query.clone())
     value = torch.full_like(maj.q0, torch.inf)
     rows = torch.arange(len(value), device=value.device)
     for growth in GROWTH:
@@ -115,7 +152,7 @@ def choose_multipliers(maj: Majorant, rounds: int) -> tuple[torch.Tensor, torch.
         rows = rows[~good]
         if not len(rows):
             break
-    return best[0], best[1]
+    return best, value
 
 
 def _rows(maj: Majorant, rows: torch.Tensor) -> Majorant:

@@ -39,7 +39,7 @@ class Settings:
             n=400,
             n_test=200,
             seeds=2,
-            widths=(64, 512, 4096),
+            widths=(64, 512, 2048),
             kernel_widths=(64, 512, 4096),
             kernel_seeds=5,
             defence_seeds=1,

@@ -50,7 +50,7 @@ class Settings:
 class Verifier:
     """One ONNX network, converted once, and as many properties as are asked."""
 
-    def __init__(self, onnx: str | Path, settings: Settings | None = None):
+    def __init__(self, onnx: str | Path, settings: Settings | None = None, guard: bool = True):
         self.settings = settings or Settings()
         self.dtype = torch.float64 if self.settings.double else torch.float32
         self.model = load_onnx(onnx)
@@ -70,7 +70,8 @@ class Verifier:
             attn_bounds_lirpa.attach(self.network)
         elif self.settings.graph == "repair_softmax":
             attn_bounds_lirpa.repair_softmax(self.network)
-        install_guard(self.network)
+        if guard:
+            install_guard(self.network)
 
     def verify(self, vnnlib: str | Path, timeout: float = 60.0) -> Verdict:
         """Verdict on one VNN-LIB file within about `timeout` seconds."""
@@ -109,17 +110,20 @@ class Verifier:
 
     def _margins(self, prop: Property, deadline: float) -> tuple[np.ndarray, np.ndarray]:
         """Lower bounds of a . y - b, row by row, after the first pass and in the end."""
-        low, high = (
-            _outward(end, self.dtype, sign).reshape(self.shape) for end, sign in ((prop.lower, -1), (prop.upper, 1))
-        )
-        x = BoundedTensor((low + high) / 2, PerturbationLpNorm(norm=math.inf, x_L=low, x_U=high))
-        C = torch.as_tensor(np.concatenate([a for a, _ in prop.unsafe]), dtype=self.dtype).unsqueeze(0)
-        limits = torch.as_tensor(np.concatenate([b for _, b in prop.unsafe]), dtype=self.dtype).unsqueeze(0)
+        x, C, limits = box_and_rows(prop, self.shape, self.dtype)
         options = self.settings
         best, _, first = optimised_lower_bound(
             self.network, (x,), C, options.rows_iterations, options.iterations, options.lr, deadline, stop_above=limits
         )
         return tuple((bound - limits)[0].double().cpu().numpy() for bound in (first, best))
+
+
+def box_and_rows(prop: Property, shape: tuple[int, ...], dtype: torch.dtype):
+    """The box as a BoundedTensor, and the rows C (1, s, outputs) and limits (1, s) of all unsafe polyhedra together."""
+    low, high = (_outward(end, dtype, sign).reshape(shape) for end, sign in ((prop.lower, -1), (prop.upper, 1)))
+    x = BoundedTensor((low + high) / 2, PerturbationLpNorm(norm=math.inf, x_L=low, x_U=high))
+    C, limits = (np.concatenate([pair[i] for pair in prop.unsafe]) for i in (0, 1))
+    return x, torch.as_tensor(C, dtype=dtype).unsqueeze(0), torch.as_tensor(limits, dtype=dtype).unsqueeze(0)
 
 
 def _lowest(margins: np.ndarray, prop: Property) -> float:

@@ -39,16 +39,26 @@ def full_differences(lower: Tensor, upper: Tensor, n_keys: int) -> tuple[Tensor,
     return full_lower, full_upper
 
 
+def score_differences(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    """(..., n_keys) intervals of scores as (..., j, k) intervals of all differences s_k - s_j, zero on the diagonal."""
+    full_lower = lower.unsqueeze(-2) - upper.unsqueeze(-1)
+    full_upper = upper.unsqueeze(-2) - lower.unsqueeze(-1)
+    own = torch.eye(lower.shape[-1], dtype=torch.bool, device=lower.device)
+    return full_lower.masked_fill(own, 0), full_upper.masked_fill(own, 0)
+
+
 class BoundScoreDifferences(RelaxedOp):
     """d[..., i, (j, k)] = scale q_i . (k_k - k_j) + mask_ik - mask_ij for the pairs j < k of keys.
 
+    With `pairs=False` the scores themselves, (b, h, n_q, n_k): fewer rows, for long sequences.
     Inputs q (b, h, n_q, c) and k transposed (b, h, c, n_k). Each product of coordinates is bounded by a mix of the two
     facets of its envelope, weight rho.
     """
 
-    def __init__(self, attr=None, inputs=None, output_index=0, options=None, scale=1.0, mask=None):
+    def __init__(self, attr=None, inputs=None, output_index=0, options=None, scale=1.0, mask=None, pairs=True):
         super().__init__(attr, inputs, output_index, options)
         self.scale = scale
+        self.pairs = pairs
         self.mask = mask
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
@@ -56,16 +66,21 @@ class BoundScoreDifferences(RelaxedOp):
         return s if self.mask is None else s + self.mask.to(s)
 
     def forward(self, q, k):
-        j, other = pair_indices(k.shape[-1], k.device)
         s = self.scores(q, k)
+        if not self.pairs:
+            return s
+        j, other = pair_indices(k.shape[-1], k.device)
         return s[..., other] - s[..., j]
 
     def interval_propagate(self, *v):
         (q_lo, q_hi), (k_lo, k_hi) = v[0][:2], v[1][:2]
         q, dq = (q_lo + q_hi) / 2, (q_hi - q_lo) / 2
         k, dk = (k_lo + k_hi) / 2, (k_hi - k_lo) / 2
-        j, other = pair_indices(k.shape[-1], k.device)
         middle = self.scores(q, k)
+        if not self.pairs:
+            radius = abs(self.scale) * (dq.matmul(k.abs()) + (q.abs() + dq).matmul(dk))
+            return middle - radius, middle + radius
+        j, other = pair_indices(k.shape[-1], k.device)
         diff = (k[..., other] - k[..., j]).abs()
         radius = dq.matmul(diff) + (q.abs() + dq).matmul(dk[..., other] + dk[..., j])
         middle = middle[..., other] - middle[..., j]
@@ -81,11 +96,7 @@ class BoundScoreDifferences(RelaxedOp):
     def upper_rows(self, rows, parameters):
         q_lo, q_hi = self.inputs[0].lower, self.inputs[0].upper
         k_lo, k_hi = self.inputs[1].lower.transpose(-1, -2), self.inputs[1].upper.transpose(-1, -2)
-        n_keys = k_lo.shape[-2]
-        j, other = pair_indices(n_keys, rows.device)
-        on_scores = rows.new_zeros(*rows.shape[:-1], n_keys)
-        on_scores.index_add_(-1, other, rows)
-        on_scores.index_add_(-1, j, -rows)
+        on_scores = self._rows_on_scores(rows, k_lo.shape[-2])
         bias = 0 if self.mask is None else (on_scores * self.mask.to(rows)).flatten(2).sum(-1)
         a = on_scores * self.scale  # (s, b, h, i, j)
         dq, dk = q_hi - q_lo, k_hi - k_lo
@@ -108,18 +119,34 @@ class BoundScoreDifferences(RelaxedOp):
             bias = bias + inner.flatten(2).sum(-1)
         return (slope_q, slope_k.transpose(-1, -2)), bias
 
+    def _rows_on_scores(self, rows, n_keys):
+        if not self.pairs:
+            return rows
+        j, other = pair_indices(n_keys, rows.device)
+        on_scores = rows.new_zeros(*rows.shape[:-1], n_keys)
+        on_scores.index_add_(-1, other, rows)
+        on_scores.index_add_(-1, j, -rows)
+        return on_scores
+
 
 class BoundAttentionMix(RelaxedOp):
-    """o_i = sum_j p_ij v_j with p_ij = 1 / sum_k exp(d_ijk); inputs d (b, h, n_q, pairs) and v (b, h, n_k, c)."""
+    """o_i = sum_j p_ij v_j with p_ij = 1 / sum_k exp(d_ijk); inputs d (b, h, n_q, pairs) and v (b, h, n_k, c).
 
-    def __init__(self, attr=None, inputs=None, output_index=0, options=None, network=None, max_rows=1024):
+    With `pairs=False` the first input is the scores.
+    """
+
+    def __init__(self, attr=None, inputs=None, output_index=0, options=None, network=None, max_rows=1024, pairs=True):
         super().__init__(attr, inputs, output_index, options)
         self.network = weakref.ref(network) if network is not None else lambda: None
         self.max_rows = max_rows
+        self.pairs = pairs
+        self.max_work = 4 * 10**9  # multiplications of one exact composition; beyond it, enclosing ellipsoids
         self.forms = None
         self.local = None  # LocalHeads, where the fused attention is all there is between the input and the output
 
     def forward(self, d, v):
+        if not self.pairs:
+            return torch.softmax(d, -1).matmul(v)
         n_keys = v.shape[-2]
         first = torch.zeros(*d.shape[:-1], n_keys, dtype=d.dtype, device=d.device)
         first[..., 1:] = d[..., : n_keys - 1]  # the pairs (0, k)
@@ -127,7 +154,10 @@ class BoundAttentionMix(RelaxedOp):
 
     def interval_propagate(self, *v):
         (d_lo, d_hi), (v_lo, v_hi) = v[0][:2], v[1][:2]
-        return attention_interval(*full_differences(d_lo, d_hi, v_lo.shape[-2]), v_lo, v_hi)
+        return attention_interval(*self._differences(d_lo, d_hi, v_lo.shape[-2]), v_lo, v_hi)
+
+    def _differences(self, lower, upper, n_keys):
+        return full_differences(lower, upper, n_keys) if self.pairs else score_differences(lower, upper)
 
     def parameter_shape(self):
         d, v = self.inputs[0].lower, self.inputs[1].lower
@@ -167,13 +197,16 @@ class BoundAttentionMix(RelaxedOp):
 
     def _wide_upper(self, rows, parameters):
         v_lo, v_hi = self.inputs[1].lower, self.inputs[1].upper
-        d_lo, d_hi = full_differences(self.inputs[0].lower, self.inputs[0].upper, v_lo.shape[-2])
+        d_lo, d_hi = self._differences(self.inputs[0].lower, self.inputs[0].upper, v_lo.shape[-2])
         w_lo, w_hi = self.value_range(rows, v_lo, v_hi)
         rho, shift, theta_lo, theta_hi = parameters.unbind(-1)
         shift = shift.mean(-1, keepdim=True)
         a, m, const = weighted_sum_upper(d_lo, d_hi, w_lo, w_hi, rho, shift, theta_lo, theta_hi)
-        j, k = pair_indices(v_lo.shape[-2], rows.device)
-        slope_d = a[..., j, k] - a[..., k, j]
+        if self.pairs:
+            j, k = pair_indices(v_lo.shape[-2], rows.device)
+            slope_d = a[..., j, k] - a[..., k, j]
+        else:
+            slope_d = a.sum(-2) - a.sum(-1)
         slope_v = torch.einsum("sbhij,sbhic->sbhjc", m, rows)
         return (slope_d, slope_v), const.flatten(2).sum(-1)
 
@@ -204,9 +237,15 @@ class BoundAttentionMix(RelaxedOp):
         n_heads, n_keys = value.lower.shape[1:3]
         low = directions.new_zeros(*directions.shape[:2], n_keys)
         high = torch.zeros_like(low)
+        cheap = self.forms.work(len(heads)) <= self.max_work
         for head in range(n_heads):
             chosen = heads == head
-            if chosen.any():
+            if not chosen.any():
+                continue
+            quick = None if cheap else self.forms.quick_range(directions[chosen], head)
+            if quick is not None:
+                low[chosen], high[chosen] = quick
+            else:
                 for key in range(n_keys):
                     low[chosen, :, key], high[chosen, :, key] = self.forms.range(directions[chosen], head, key)
         return low, high

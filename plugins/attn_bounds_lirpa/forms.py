@@ -22,6 +22,7 @@ class ValueForms:
 
     def __init__(self, network, node):
         self.key = region_key(network, node)
+        self.ellipsoids = None
         shape = node.output_shape[1:]
         batch, size = node.lower.shape[0], shape.numel()
         eye = torch.eye(size, device=node.lower.device, dtype=node.lower.dtype)
@@ -57,6 +58,48 @@ class ValueForms:
             low = low + part.concretize(a_low, -1, head, key).transpose(0, 1)
             high = high + part.concretize(a_high, 1, head, key).transpose(0, 1)
         return low, high
+
+    def work(self, count: int) -> int:
+        """Multiplications of `range` for `count` directions of every head and key."""
+        return count * sum(part.total_width() for part in self.parts) * self.bias[0].shape[-1]
+
+    def quick_range(self, directions: Tensor, head: int) -> tuple[Tensor, Tensor] | None:
+        """Wider and cheaper than `range`, for all keys at once: (m, b, n_keys) each; None for regions without a box.
+
+        With v = F x + b + e, |e| <= E and x = x0 + R t, |t| <= 1:  |c F R|_1 <= |L^T c|_2 where L L^T = F R W^-1 R F^T
+        for any weights W > 0 of sum 1.
+        """
+        if len(self.parts) != 1 or not self.parts[0].box:
+            return None
+        if self.ellipsoids is None:
+            self.ellipsoids = self._ellipsoids()
+        centre, factor, error = (t[:, head] for t in self.ellipsoids)
+        middle = torch.einsum("mbc,bjc->mbj", directions, centre)
+        spread = torch.einsum("mbc,bjcd->mbjd", directions, factor).norm(dim=-1)
+        spread = spread + torch.einsum("mbc,bjc->mbj", directions.abs(), error)
+        return middle - spread, middle + spread
+
+    def _ellipsoids(self):
+        """Centre (b, h, j, c), factor L (b, h, j, c, c) and error E (b, h, j, c) of each value vector's enclosure."""
+        part, (low_bias, high_bias) = self.parts[0], self.bias
+        centre, factor, error = [], [], []
+        for (head, key), (low, high) in part.blocks.items():
+            used = part.columns[head, key]
+            x0, radius = part.middle[:, used], part.radius[:, used]
+            form = (low + high) / 2 * radius.unsqueeze(1)  # (b, c, x)
+            lower, upper = low_bias[:, head, key], high_bias[:, head, key]
+            gap = torch.einsum("bcx,bx->bc", high - low, x0) + ((high - low).abs() * radius.unsqueeze(1)).sum(-1)
+            weights = form.abs().mean(1, keepdim=True) + torch.finfo(form.dtype).tiny
+            weights = weights / weights.sum(-1, keepdim=True)
+            # L = F R W^-1/2 has as many columns as inputs; its QR factor R^T has the same products and c columns
+            triangle = torch.linalg.qr((form / weights.sqrt()).transpose(-1, -2), mode="r")[1]
+            square = form.new_zeros(form.shape[0], form.shape[1], form.shape[1])
+            square[:, : triangle.shape[1]] = triangle
+            centre.append(torch.einsum("bcx,bx->bc", (low + high) / 2, x0) + (lower + upper) / 2)
+            factor.append(square.transpose(-1, -2) * (1 + 1e-5))
+            error.append((gap + upper - lower).clamp(min=0) / 2)
+        heads, keys = low_bias.shape[1:3]
+        return tuple(torch.stack(part, 1).unflatten(1, (heads, keys)) for part in (centre, factor, error))
 
     def fits(self, network, node) -> bool:
         """Whether the forms were computed with the bounds that the network has now."""
@@ -110,6 +153,9 @@ class _Part:
 
     def width(self, head, key) -> int:
         return self.blocks[head, key][0].shape[-1]
+
+    def total_width(self) -> int:
+        return sum(low.shape[-1] for low, _ in self.blocks.values()) // max(1, len({head for head, _ in self.blocks}))
 
     def compose(self, directions, pos, neg, head, key):
         """Coefficients (b, m, inputs) of the lower and the upper form of each direction."""

@@ -11,9 +11,11 @@ from .patch_conv import use_patch_convolutions
 from .softmax import BoundRepairedSoftmax
 
 
-def fuse_attention(network, max_rows: int = 1024) -> dict:
+def fuse_attention(network, max_rows: int = 1024, max_differences: int = 2000) -> dict:
     """Replace every MatMul -> scale -> mask -> Softmax -> MatMul of `network` (a BoundedModule) by two attention nodes.
 
+    max_rows: largest number of extra backward rows that bound the values in a propagated direction (more: composition).
+    max_differences: largest number of score differences that are bounded as rows of their own (more: the scores are).
     Returns {"fused": [names of the softmax nodes], "skipped": {name: why not}}.
     """
     report = {"fused": [], "skipped": {}}
@@ -24,7 +26,7 @@ def fuse_attention(network, max_rows: int = 1024) -> dict:
         if isinstance(match, str):
             report["skipped"][softmax.name] = match
         else:
-            _replace(network, softmax, max_rows=max_rows, **match)
+            _replace(network, softmax, max_rows=max_rows, max_differences=max_differences, **match)
             report["fused"].append(softmax.name)
     return report
 
@@ -97,16 +99,18 @@ def _constant_operand(network, node):
     return None
 
 
-def _replace(network, softmax, scores, between, output, scale, mask, max_rows):
+def _replace(network, softmax, scores, between, output, scale, mask, max_rows, max_differences):
     device = softmax.device
     options = softmax.options
-    differences = BoundScoreDifferences(
-        {"device": device}, [scores.inputs[0], scores.inputs[1]], 0, options, scale, mask
-    )
-    mix = BoundAttentionMix({"device": device}, [differences, output.inputs[1]], 0, options, network, max_rows)
     batch, heads, n_q, _ = scores.inputs[0].output_shape
     n_k = scores.inputs[1].output_shape[-1]
-    shapes = torch.Size((batch, heads, n_q, n_k * (n_k - 1) // 2)), output.output_shape
+    count = n_k * (n_k - 1) // 2
+    pairs = heads * n_q * count <= max_differences
+    sources = [scores.inputs[0], scores.inputs[1]]
+    differences = BoundScoreDifferences({"device": device}, sources, 0, options, scale, mask, pairs)
+    sources = [differences, output.inputs[1]]
+    mix = BoundAttentionMix({"device": device}, sources, 0, options, network, max_rows, pairs)
+    shapes = torch.Size((batch, heads, n_q, count if pairs else n_k)), output.output_shape
     _place(network, differences, f"{softmax.name}/differences", softmax, shapes[0])
     _place(network, mix, f"{softmax.name}/mix", softmax, shapes[1])
     network.replace_node(output, mix)
@@ -115,10 +119,10 @@ def _replace(network, softmax, scores, between, output, scale, mask, max_rows):
     mix.local = LocalHeads.find(network, differences, mix)
 
 
-def attach(network, max_rows: int = 1024) -> dict:
+def attach(network, max_rows: int = 1024, max_differences: int = 2000) -> dict:
     """The sensible whole: fuse attention, repair every softmax that is left, and speed up patch embeddings.
 
     Returns {"fused": [...], "skipped": {name: why}, "repaired": [...], "patches": [...]}.
     """
-    report = fuse_attention(network, max_rows=max_rows)
+    report = fuse_attention(network, max_rows=max_rows, max_differences=max_differences)
     return {**report, "repaired": repair_softmax(network), "patches": use_patch_convolutions(network)}

@@ -8,6 +8,7 @@ import torch
 from attn_bounds_lirpa import PerturbationTokenBall, attach, fuse_attention, optimised_lower_bound, repair_softmax
 from attn_bounds_lirpa.attention import full_differences, pair_indices
 from attn_bounds_lirpa.compat import IS_03
+from attn_bounds_lirpa.forms import ValueForms
 from attn_bounds_lirpa.relaxations import attention_interval, softmax_lower, softmax_upper, weighted_sum_upper
 from auto_LiRPA import BoundedTensor
 from conftest import Attention, Block, attained, ball, convert, every_output, shaped
@@ -74,12 +75,12 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("norm", [np.inf, 2])
-def test_bounds_hold_and_outputs_are_unchanged(case, norm):
+@pytest.mark.parametrize(("norm", "max_differences"), [(np.inf, 2000), (2, 2000), (np.inf, 0)])
+def test_bounds_hold_and_outputs_are_unchanged(case, norm, max_differences):
     torch.manual_seed(3)
     model, x = Attention(**case), torch.randn(1, 4, 6)
     network = convert(model, x)
-    report = fuse_attention(network)
+    report = fuse_attention(network, max_differences=max_differences)
     assert len(report["fused"]) == 1 and not report["skipped"]
     torch.testing.assert_close(network(x), model(x), rtol=0, atol=1e-12)
     for eps in (0.0, 0.05, 0.5, 3.0):
@@ -95,13 +96,13 @@ def test_bounds_hold_and_outputs_are_unchanged(case, norm):
             assert (lower <= y + 1e-9).all() and (upper >= y - 1e-9).all()
 
 
-@pytest.mark.parametrize("max_rows", [0, 10**6])
-def test_two_blocks_hold_batched_and_are_tighter_than_the_repaired_stock(max_rows):
+@pytest.mark.parametrize(("max_rows", "max_differences"), [(0, 2000), (10**6, 2000), (0, 0)])
+def test_two_blocks_hold_batched_and_are_tighter_than_the_repaired_stock(max_rows, max_differences):
     torch.manual_seed(5)
     model = torch.nn.Sequential(Block(gain=3.0), Block(gain=3.0))
     x = torch.randn(3, 4, 6)
     fused, plain = convert(model, x), convert(model, x)
-    assert len(fuse_attention(fused, max_rows=max_rows)["fused"]) == 2
+    assert len(fuse_attention(fused, max_rows, max_differences)["fused"]) == 2
     assert len(repair_softmax(plain)) == 2
     torch.testing.assert_close(fused(x), model(x), rtol=0, atol=1e-12)
     C = torch.randn(3, 4, 24)
@@ -253,3 +254,31 @@ def test_a_bound_that_is_not_finite_becomes_the_interval_bound():
     assert torch.isfinite(lower).all() and torch.isfinite(upper).all()
     low, high = mix.interval_propagate(*[(n.lower, n.upper) for n in mix.inputs])
     torch.testing.assert_close(upper, (rows.clamp(min=0) * high + rows.clamp(max=0) * low).flatten(2).sum(-1))
+
+
+@pytest.mark.parametrize("limit", ["exact", "quick"])
+def test_the_range_of_value_directions_holds(limit):
+    torch.manual_seed(8)
+    model, x = torch.nn.Sequential(Block(), Block()), torch.randn(2, 4, 6)
+    network = convert(model, x)
+    fuse_attention(network, max_rows=0)
+    network.compute_bounds(x=(ball(x, 0.05),), C=every_output(x), method="CROWN")
+    cases = []
+    for mix in [node for node in network.nodes() if type(node).__name__ == "BoundAttentionMix"]:
+        value = mix.inputs[1]
+        forms = ValueForms(network, value)
+        directions = torch.randn(7, 2, 3)
+        ranges = []
+        for head in range(2):
+            exact = [forms.range(directions, head, key) for key in range(4)]
+            exact = [torch.stack(ends, -1) for ends in zip(*exact, strict=True)]
+            quick = forms.quick_range(directions, head)
+            assert (quick[0] <= exact[0] + 1e-9).all() and (quick[1] >= exact[1] - 1e-9).all()
+            ranges.append(exact if limit == "exact" else quick)
+        cases.append((value, directions, ranges))
+    for _ in range(200):
+        network(x + 0.05 * (2 * torch.rand(2, 4, 6) - 1))
+        for value, directions, ranges in cases:
+            for head, (low, high) in enumerate(ranges):
+                w = torch.einsum("mbc,bjc->mbj", directions, value.forward_value[:, head])
+                assert (w >= low - 1e-9).all() and (w <= high + 1e-9).all()
