@@ -105,6 +105,7 @@ def _feed(digest: Any, value: Any) -> None:
         for name in sorted(value):
             _feed(digest, (name, value[name]))
     elif isinstance(value, torch.Tensor):
+        digest.update(repr(tuple(value.shape)).encode())
         digest.update(np.ascontiguousarray(value.detach().cpu().numpy()).tobytes())
     elif isinstance(value, np.ndarray):
         digest.update(np.ascontiguousarray(value).tobytes())

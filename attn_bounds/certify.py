@@ -41,7 +41,11 @@ BOUNDS: dict[str, Callable[..., BatchBound]] = {
 METHODS = (*BOUNDS, "best")
 CLOSED_FORM = ("interval", "first-order", "vertex")  # they never fail, and nothing cheaper is tighter
 # What `best` tries after `vertex`, cheapest first, while a gap is left. Options given to `best` go to `lagrangian`.
-LADDER: tuple[tuple[str, dict[str, Any]], ...] = (("lagrangian", {}), ("lagrangian", {"max_pieces": 64}), ("moment3", {}))
+LADDER: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("lagrangian", {}),
+    ("lagrangian", {"max_pieces": 64}),
+    ("moment3", {}),
+)
 MOMENT_KEYS = 32  # `best` leaves the moment relaxations out where there are more keys: seconds a problem
 CHUNK = 96  # problems a batch; more only costs memory
 

@@ -15,7 +15,8 @@ from .errors import ArgumentError, EngineError, MissingDependencyError
 
 ENGINES = ("local", "dask")
 AHEAD = 4  # chunks in flight for each worker
-Item, Answer = TypeVar("Item"), TypeVar("Answer")
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
 
 
 def run_on(

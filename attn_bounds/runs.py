@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
+from .bounds.slack import secant_slack
 from .certificate import Certificate
 from .certify import METHODS, certify_many, search_many, why_not
 from .engines import run_on
@@ -27,7 +28,7 @@ from .problem import HeadProblem
 CHUNK = 96  # units a batch; fixed, since a resumed run must batch as an undisturbed one does
 COLUMNS = [
     "model", "prompt", "layer", "head", "query", "query_moves", "region", "radius", "readout", "method", "nominal",
-    "lower", "upper", "relative_gap", "is_exact", "given_by", "seconds", "reason",
+    "lower", "upper", "relative_gap", "is_exact", "given_by", "seconds", "reason", "gap_over_slack",
 ]  # fmt: skip
 
 
@@ -50,6 +51,7 @@ Runner = Callable[[Sequence[HeadProblem]], list[Certificate]]
 
 PLUGIN = "attn_bounds_lirpa.heads"  # gives the runners of a verifier's methods
 VERIFIER_METHODS = ("ibp", "crown", "alpha-crown")  # and their variants: crown:stock, ...
+SLACK_METHODS = ("moment2", "moment3")  # whose gap is put beside the value-weighted secant slack
 RUN_METHODS = ("search", *METHODS, *VERIFIER_METHODS)
 
 
@@ -204,7 +206,11 @@ def _rows(
     for unit, problem, answer in zip(units, problems, answers, strict=True):
         row: dict[str, Any] = {"model": model, **asdict(unit), "method": name}
         if isinstance(answer, Certificate):
-            row |= _beside_best(answer, problem).to_dict() | {"method": name, "given_by": answer.method}
+            best = _beside_best(answer, problem)
+            row |= best.to_dict() | {"method": name, "given_by": answer.method}
+            if name in SLACK_METHODS and row["upper"] is not None:
+                slack = secant_slack(problem, best.lower)
+                row["gap_over_slack"] = best.gap / slack if slack > 0 else None
         else:
             row |= {"nominal": problem.nominal, "reason": answer}
         yield ["" if (value := row.get(column)) is None else _plain(value) for column in COLUMNS]

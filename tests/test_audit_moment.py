@@ -10,9 +10,9 @@ import pytest
 import torch
 from moment_cases import small_problem
 
-from attn_bounds._audit_moment import concave_maximum, prove
-from attn_bounds._proof import set_precision
 from attn_bounds.audit import audit
+from attn_bounds.audit.facts import set_precision
+from attn_bounds.audit.moment import concave_maximum, prove
 from attn_bounds.bounds.moment import moment
 from attn_bounds.certificate import seal_of
 from attn_bounds.certify import certify

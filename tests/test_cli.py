@@ -110,6 +110,14 @@ def test_sweep_writes_table_summary_and_plot(capsys, tmp_path, tiny_gpt2):
     assert len(pd.read_parquet(tmp_path / "a" / "results.parquet")) == len(rows)
 
 
+def test_moment_gaps_stand_beside_the_secant_slack(capsys, tmp_path, tiny_gpt2):
+    more = ["--methods", "moment2,vertex", "--radii", "0.1", "--queries", "3", "--layers", "0", "--fixed-query"]
+    assert run(capsys, *sweep(tmp_path / "a", tiny_gpt2, *more))[0] == 0
+    ratios = pd.read_csv(tmp_path / "a" / "results.csv").groupby("method")["gap_over_slack"]
+    assert ratios.count()["moment2"] == 3 and ratios.count()["vertex"] == 0
+    assert 0 <= ratios.min()["moment2"] and ratios.max()["moment2"] < 2
+
+
 def test_a_run_is_not_overwritten_or_mixed(capsys, tmp_path, tiny_gpt2):
     assert run(capsys, *sweep(tmp_path / "a", tiny_gpt2))[0] == 0
     code, _, err = run(capsys, *sweep(tmp_path / "a", tiny_gpt2))

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from flint import arb, arb_mat
 
-from ._audit_lagrangian import INFINITE, ONE, ZERO, Frame, phi, preconditioned, problem_row, top_of
-from ._proof import Facts, column, dot, root, size
+from .facts import Facts, column, dot, root, size
+from .lagrangian import INFINITE, ONE, ZERO, Frame, phi, preconditioned, problem_row, top_of
 
 Vector = list[arb]
 

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from flint import arb, arb_mat
 
-from ._proof import Facts, dot, root
-from ._proof_exact import key_terms
-from .bounds._elimination import Circles
-from .problem import HeadProblem
-from .reduced import coordinates, reduce
-from .regions import Balls
+from ..bounds._elimination import Circles
+from ..bounds.result import whole
+from ..problem import HeadProblem
+from ..reduced import coordinates, reduce
+from ..regions import Balls
+from .exact import key_terms
+from .facts import Facts, dot, root
 
 ZERO, ONE = arb(0), arb(1)
 INFINITE = arb("inf")
@@ -28,11 +29,11 @@ INFINITE = arb("inf")
 
 def prove(problem: HeadProblem, witness: dict[str, Any], upper: float) -> arb:
     """Upper bound of max f that could be proved; infinite where the proof fails."""
-    facts = Facts(problem)
+    facts, witness = Facts(problem), whole(witness)
     if problem.query_is_fixed:
         return arb(upper) if sum(key_terms(facts, arb(upper)), ZERO) <= 0 else INFINITE
     if not isinstance(problem.placed, Balls):
-        from ._audit_lagrangian_box import prove_box  # here: it is built on this module
+        from .lagrangian_box import prove_box  # here: it is built on this module
 
         return prove_box(facts, witness)
     pieces, cuts = witness["multipliers"].shape[0], witness["directions"].shape[0]

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from flint import arb, arb_mat
 
-from ._proof import Facts, dot, exact_matrix, larger, root, size
-from .bounds._centred import Centred, centre
-from .problem import HeadProblem
-from .reduced import coordinates, reduce
-from .regions import Balls
+from ..bounds._centred import Centred, centre
+from ..bounds.result import whole
+from ..problem import HeadProblem
+from ..reduced import coordinates, reduce
+from ..regions import Balls
+from .facts import Facts, dot, exact_matrix, larger, root, size
 
 Vector = list[arb]
 
@@ -29,7 +30,7 @@ def prove(problem: HeadProblem, witness: dict[str, Any], upper: float) -> arb:
 
     Infinite where a matrix could not be shown to be positive definite.
     """
-    facts = Facts(problem)
+    facts, witness = Facts(problem), whole(witness)
     if bool(witness["mean"]):
         return _largest_value(facts)
     y = {name: value.unsqueeze(0) for name, value in witness.items() if isinstance(value, torch.Tensor)}

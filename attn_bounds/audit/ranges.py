@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flint import arb
 
-from ._proof import Facts, larger, size
-from .regions import Balls
+from ..regions import Balls
+from .facts import Facts, larger, size
 
 
 class ProvedRanges:

@@ -1,4 +1,4 @@
-"""Re-proving certificates in ball arithmetic (python-flint), from the weights up, trusting no code that found them."""
+"""The decision: a certificate is intact, its value attained, its bound proved."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from flint import arb
 
-from ._audit_lagrangian import prove
-from ._audit_moment import prove as prove_moment
-from ._proof import Facts, is_inside, output_at, set_precision
-from ._proof_exact import key_terms, list_terms
-from ._proof_ranges import ProvedRanges, price_sum, vertex_sum
-from .certificate import Certificate, seal_of
-from .errors import MethodNotApplicableError
-from .regions import Lists
+from ..certificate import Certificate, seal_of
+from ..errors import MethodNotApplicableError
+from ..regions import Lists
+from .exact import key_terms, list_terms
+from .facts import Facts, is_inside, output_at, set_precision
+from .lagrangian import prove
+from .moment import prove as prove_moment
+from .ranges import ProvedRanges, price_sum, vertex_sum
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from itertools import pairwise
 import torch
 from flint import arb, arb_mat
 
-from ._proof import Facts, column, dot, exact_matrix
-from .problem import HeadProblem
-from .regions import Balls
+from ..problem import HeadProblem
+from ..regions import Balls
+from .facts import Facts, column, dot, exact_matrix
 
 
 def key_terms(facts: Facts, t: arb) -> list[arb]:

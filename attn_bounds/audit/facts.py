@@ -11,8 +11,8 @@ from functools import cached_property
 import torch
 from flint import arb, arb_mat, ctx
 
-from .problem import HeadProblem
-from .regions import Balls, Boxes
+from ..problem import HeadProblem
+from ..regions import Balls, Boxes
 
 PRECISION = 160  # bits
 NORM_PRECISION = 420
