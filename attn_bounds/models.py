@@ -94,6 +94,33 @@ class LoadedModel:
             raise ArgumentError(f"tokens: expected 1..{found.shape[0]} (the prompt's length), got {count}")
         return found[:count]
 
+    def substitutes(self, prompt: str | Sequence[int], neighbours: int, count: int | None = None) -> list[torch.Tensor]:
+        """What the first layer's heads read at each position for the token and its nearest in the embedding.
+
+        One (neighbours + 1, d) a position, the token itself first; special tokens have no substitutes.
+        """
+        if self.kind not in ("bert", "gpt2"):
+            raise ArgumentError(f"substitutions: expected a BERT or a GPT-2, got {self.kind!r}")
+        encoded = self._inputs(prompt)
+        ids = encoded["input_ids"][0]
+        weight = self.model.get_input_embeddings().weight.double()
+        unit = weight / torch.linalg.vector_norm(weight, dim=-1, keepdim=True).clamp_min(1e-12)
+        likeness = unit[ids] @ unit.T
+        special = torch.tensor([] if self.tokenizer is None else self.tokenizer.all_special_ids, dtype=torch.long)
+        likeness[:, special] = -torch.inf
+        likeness[torch.arange(len(ids)), ids] = -torch.inf
+        nearest = likeness.topk(neighbours, dim=-1).indices
+        rows = [self._first_layer(encoded, ids)]
+        rows += [self._first_layer(encoded, nearest[:, rank]) for rank in range(neighbours)]
+        stacked = torch.stack(rows, 1)[:count]
+        return [z[:1] if bool((special == i).any()) else z for z, i in zip(stacked, ids[:count], strict=True)]
+
+    def _first_layer(self, encoded: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        """What the first layer's heads read of other token ids at the same positions."""
+        with torch.no_grad():
+            hidden = self.model(**(encoded | {"input_ids": ids[None]}), output_hidden_states=True).hidden_states
+            return self._norm(0)(hidden[0])[0].double()
+
     def problem(
         self,
         prompt: str | Sequence[int],

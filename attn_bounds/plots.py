@@ -19,6 +19,8 @@ MARKERS = ["o", "s", "^", "D", "v", "P", "X", "*"]
 DASHES = ["-", "--", ":"]
 FLOOR = 1e-12  # gaps below this are rounding; drawn here
 
+FEW = 5  # units below which a distribution is not drawn
+
 Draw = Callable[[pd.DataFrame, Path], Path]
 
 
@@ -27,7 +29,11 @@ def styles(methods: Sequence[str]) -> dict[str, dict[str, str]]:
     out = {}
     for i, method in enumerate(sorted(methods)):
         turn, place = divmod(i, len(COLOURS))
-        out[method] = {"color": COLOURS[place], "marker": MARKERS[place], "linestyle": DASHES[turn % len(DASHES)]}
+        out[method] = {
+            "color": COLOURS[place],
+            "marker": MARKERS[(place + 3 * turn) % len(MARKERS)],
+            "linestyle": DASHES[turn % len(DASHES)],
+        }
     return out
 
 
@@ -73,11 +79,11 @@ def shares(data: pd.DataFrame, path: Path) -> Path:
 
 
 def boxes(value: str, label: str) -> Draw:
-    """A figure with one box (median, quartiles, 5% to 95%) a method, a panel a query regime."""
+    """A figure with one bar (median, quartiles, 5% to 95%) a method of at least FEW units, a panel a query regime."""
 
     def draw(data: pd.DataFrame, path: Path) -> Path:
         def panel(axis: Axes, part: pd.DataFrame, style: dict[str, dict[str, str]]) -> None:
-            groups = [(str(method), rows[value]) for method, rows in part.groupby("method", sort=True)]
+            groups = [(str(m), rows[value]) for m, rows in part.groupby("method", sort=True) if len(rows) >= FEW]
             for place, (method, found) in enumerate(groups):
                 low, q25, middle, q75, high = found.quantile([0.05, 0.25, 0.5, 0.75, 0.95])
                 colour = style[method]["color"]
@@ -86,7 +92,7 @@ def boxes(value: str, label: str) -> Draw:
                 axis.plot(middle, place, "|", color="black", markersize=11, markeredgewidth=1.6)
             axis.set_yticks(range(len(groups)), [f"{method} ({len(found)})" for method, found in groups])
             axis.set_ylim(-0.7, len(groups) - 0.3)
-            axis.set_xlabel(f"{label} (box: quartiles, whiskers: 5% to 95%)")
+            axis.set_xlabel(f"{label}\n(bar: quartiles; line: 5% to 95%)")
 
         return _panels(data, path, panel, legend=False)
 

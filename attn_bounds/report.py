@@ -127,9 +127,8 @@ def _parts(table: pd.DataFrame) -> list[Part]:
         _certified(table),
         _slopes(table),
     ]  # fmt: skip
-    references = [
-        m for m in table["method"].unique() if m in ("first-order", "vertex", "moment2", "moment3", "lagrangian")
-    ]
+    # Not moment3: at small radii its gap is what the conic solver's tolerance leaves, and a ratio to it says nothing.
+    references = [m for m in table["method"].unique() if m in ("first-order", "moment2", "lagrangian")]
     for reference in sorted(references, key=lambda m: m != REFERENCE):
         found = ratios(table, reference)
         if len(found):

@@ -200,3 +200,50 @@ def test_a_cluster_that_loses_a_worker_ends_in_the_same_table(tmp_path, tiny_gpt
         for process in started:
             process.kill()
             process.wait()
+
+
+def test_the_box_around_substitutes_lies_above_the_exact_worst_case(tmp_path, tiny_gpt2, capsys):
+    out = tmp_path / "a"
+    command = ["compare", "substitutions", "--model", tiny_gpt2, "--token-ids", "1,2,3,4", "--query", "2"]
+    assert main([*command, "--neighbours", "1,3", "--methods", "vertex", "--out", str(out), "--no-progress"]) == 0
+    rows = pd.read_csv(out / "results.csv")
+    lists, box = rows[rows["method"] == "exact (lists)"], rows[rows["method"] == "vertex (box)"]
+    assert len(lists) == len(box) == 2 * 3
+    assert (lists["relative_gap"] < 1e-9).all()
+    assert (box["upper"].to_numpy() >= lists["upper"].to_numpy() - 1e-12).all()
+    few, many = (lists[lists["neighbours"] == k]["exact"].to_numpy() for k in (1, 3))
+    assert (many >= few - 1e-12).all()  # more substitutes can only do more
+    assert "vertex (box)" in capsys.readouterr().out
+
+
+def test_substitutes_hold_the_text_first(tiny_gpt2):
+    from attn_bounds.models import load_model
+
+    model = load_model(tiny_gpt2)
+    lists = model.substitutes([1, 2, 3], 2)
+    assert len(lists) == 3 and all(z.shape == (3, model.width) for z in lists)
+    assert all((z[0] == t).all() for z, t in zip(lists, model.tokens([1, 2, 3], 0), strict=True))
+
+
+def test_substitution_errors_are_one_line(capsys, tmp_path, tiny_gpt2):
+    command = ["compare", "substitutions", "--model", tiny_gpt2, "--token-ids", "1,2", "--out", str(tmp_path)]
+    for change, said in ((["--neighbours", "0"], "neighbours: expected"), (["--query", "2"], "query: expected 0..1")):
+        assert main([*command, "--methods", "vertex", "--no-progress", *change]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_block_residual_writes_a_resumable_table(tmp_path, tiny_gpt2):
+    out = tmp_path / "a"
+    command = ["compare", "block-residual", "--model", tiny_gpt2, "--token-ids", "1,2,3,4", "--readouts", "2",
+               "--radii", "1e-4", "--no-crown", "--out", str(out), "--no-progress"]  # fmt: skip
+    assert main(command) == 0
+    rows = pd.read_csv(out / "results.csv")
+    assert len(rows) == 4 and rows["crown"].isna().all()
+    assert (rows["second_order"] <= rows["per_operation"]).all() and (rows["attained"] > 0).all()
+    path = out / "results.csv"
+    text = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(text[:3]) + text[3][:20])  # killed in the middle of a row
+    assert main(command) == 2
+    assert main([*command, "--resume"]) == 0
+    again = pd.read_csv(path)
+    assert again.drop(columns="seconds").equals(rows.drop(columns="seconds"))

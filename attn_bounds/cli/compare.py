@@ -12,6 +12,7 @@ from ..errors import MissingDependencyError
 from ..report import write_report
 from ..runs import VERIFIER_METHODS, runner
 from ._blocks import add_blocks, run_blocks
+from ._substitutions import add_substitutions, run_substitutions
 from ._units import add_units, run_units
 
 PROMPTS = [
@@ -44,6 +45,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     blocks = kinds.add_parser("block-residual", help="second-order terms of whole blocks beside CROWN's bound")
     add_blocks(blocks)
     blocks.set_defaults(compare=_blocks)
+    lists = kinds.add_parser("substitutions", help="synonym lists, exactly, against the box around them")
+    add_substitutions(lists)
+    lists.set_defaults(compare=_substitutions)
     report = kinds.add_parser("report", help="the Markdown and HTML page of a run, from its table")
     report.add_argument("run", metavar="DIR", help="the --out of a run")
     report.set_defaults(compare=_report)
@@ -83,6 +87,15 @@ def _default_methods() -> list[str]:
         print(f"attn-bounds compare: without {', '.join(VERIFIER_METHODS)}: {error}", file=sys.stderr)
         return [m for m in METHODS if m.partition(":")[0] not in VERIFIER_METHODS]
     return METHODS
+
+
+def _substitutions(args: argparse.Namespace) -> int:
+    box = ("interval", "vertex", "lagrangian", "ibp", "crown", "alpha-crown")
+    methods = args.methods or [m for m in box if m not in VERIFIER_METHODS or m in _default_methods()]
+    summary = run_substitutions(args, PROMPTS, methods)
+    _note_command(Path(args.out), args.argv)
+    print(summary.to_string(index=False, float_format=lambda x: f"{x:.3g}"))
+    return 0
 
 
 def _report(args: argparse.Namespace) -> int:
