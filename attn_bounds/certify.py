@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -212,7 +213,7 @@ def _rung(
         if options and "unexpected keyword" in str(error):
             raise ArgumentError(f"options: {method!r} does not take {', '.join(options)}") from None
         raise
-    except torch.linalg.LinAlgError as error:
+    except (torch.linalg.LinAlgError, np.linalg.LinAlgError) as error:
         if len(rows) > 1:
             return [
                 rung

@@ -48,16 +48,16 @@ def exact(reduced: Reduced) -> BatchBound:
 
 
 def _root(
-    inner: Inner, start: torch.Tensor, margin: torch.Tensor, steps: int = 400
+    inner: Inner, start: torch.Tensor, margin: torch.Tensor, at_start: torch.Tensor | None = None, steps: int = 400
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Raise t to the root: t, whether t + 2 margin was seen to be a bound, and where the best value is attained.
 
     Newton's steps shrink to 1 / (range of scores) on saturated heads: bisection helps there. And where a key of huge
     weight has v = t to rounding, a step rounds to nothing below the root: so a stall only counts if the step from
-    t + 2 margin comes back by at least `margin`.
+    t + 2 margin comes back by at least `margin`. `at_start` is where `start` is attained, if an inner point does.
     """
     t, s, v, where = start, *inner(start)
-    best, best_where = _weighted(s, v), where
+    best, best_where = (_weighted(s, v), where) if at_start is None else (start, at_start)
     high: torch.Tensor | None = None
     done = torch.zeros_like(t, dtype=torch.bool)
 
@@ -324,7 +324,7 @@ def exact_lists(problem: HeadProblem) -> ListMaximum:
     score_error = unit * abs(head.scale) * q_norm * k_size
     value_error = unit * (float(torch.linalg.vector_norm(u)) * largest_token + float(used.abs().max()))
     margin = score_error * float(used.max() - used.min()) + value_error
-    t, good, choice = _root(inner, start, start.new_full((m,), margin))
+    t, good, choice = _root(inner, start, start.new_full((m,), margin), first.squeeze(-1))
     solved = bool(good.all()) and bool(torch.isfinite(t).all())
     upper = float(t.max()) + 2 * margin if solved else math.inf
     chosen = (g.gather(-1, choice[..., None]).squeeze(-1) for g in (scores, values.expand_as(scores)))
