@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .base import RelaxedOp
 from .forms import ValueForms
+from .local import LocalHeads
 from .relaxations import attention_interval, weighted_sum_upper
 from .rows import bound_rows, nonzero_groups, value_rows
 
@@ -172,6 +173,8 @@ class BoundAttentionMix(RelaxedOp):
 
     def upper_rows(self, rows, parameters):
         slopes, bias = self._wide_upper(rows, parameters)
+        if self.local is not None and not self.local.is_current():
+            self.local = LocalHeads.find(self.network(), self.inputs[0], self)
         if self.local is not None and self.local.applies():
             return self._with_local(rows, slopes, bias)
         return slopes, bias
