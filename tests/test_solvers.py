@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
-from moment_cases import batch
 
 from attn_bounds import solvers
 from attn_bounds.bounds._centred import centre
@@ -20,6 +19,7 @@ from attn_bounds.bounds._cones import Programme
 from attn_bounds.bounds.moment import moment
 from attn_bounds.errors import ArgumentError
 from attn_bounds.search import ascend
+from tests.moment_cases import batch
 
 
 def programme(order: int = 3) -> solvers.Conic:

@@ -11,7 +11,8 @@ from attn_bounds_lirpa.compat import IS_03
 from attn_bounds_lirpa.forms import ValueForms
 from attn_bounds_lirpa.relaxations import attention_interval, softmax_lower, softmax_upper, weighted_sum_upper
 from auto_LiRPA import BoundedTensor
-from conftest import Attention, Block, attained, ball, convert, every_output, shaped
+
+from tests.lirpa.conftest import Attention, Block, attained, ball, convert, every_output, shaped
 
 pytestmark = pytest.mark.lirpa
 

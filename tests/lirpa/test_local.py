@@ -9,12 +9,12 @@ import torch
 from attn_bounds_lirpa import PerturbationTokenBall, attach
 from attn_bounds_lirpa.compat import IS_03
 from auto_LiRPA import BoundedTensor, PerturbationLpNorm
-from conftest import Attention, Block, convert, shaped
 
 from attn_bounds.certify import certify_many
 from attn_bounds.head import AttentionHead
 from attn_bounds.problem import HeadProblem
 from attn_bounds.regions import TokenBall, TokenBox
+from tests.lirpa.conftest import Attention, Block, convert, shaped
 
 pytestmark = [pytest.mark.lirpa, pytest.mark.skipif(IS_03, reason="the LOCAL regime needs auto_LiRPA 0.7")]
 

@@ -23,11 +23,11 @@ from attn_bounds_abcrown.incomplete import Settings, Verifier  # noqa: E402
 from attn_bounds_abcrown.onnx_route import input_shape, load_onnx, onnx_to_torch  # noqa: E402
 from attn_bounds_abcrown.vnnlib_reader import read_vnnlib  # noqa: E402
 from attn_bounds_lirpa.compat import IS_03  # noqa: E402
-from conftest import Block, ball, convert  # noqa: E402
-from small_onnx import save_attention_network, vnnlib_text  # noqa: E402
 
 from attn_bounds.cli import main  # noqa: E402
 from attn_bounds.errors import ArgumentError  # noqa: E402
+from tests.lirpa.conftest import Block, ball, convert  # noqa: E402
+from tests.lirpa.small_onnx import save_attention_network, vnnlib_text  # noqa: E402
 
 pytestmark = pytest.mark.lirpa
 ROOT = Path(__file__).parents[2]
