@@ -30,7 +30,7 @@ _TOKENWISE = (
     "BoundTranspose",
     "BoundIdentity",
 )
-DEFAULT = {"steps": 2, "starts": 1}  # of attn_bounds' `lagrangian`; more effort: {"max_pieces": 64}
+DEFAULT = {"retry": False, "steps": 4}  # of attn_bounds' `lagrangian`; tighter and slower: {} or {"max_pieces": 64}
 _BLOCKED = -1e8  # masks at least this low take a key out
 
 
