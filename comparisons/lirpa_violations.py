@@ -25,6 +25,7 @@ import torch
 from attn_bounds_lirpa import PerturbationTokenBall
 from auto_LiRPA import BoundedModule, BoundedTensor, PerturbationLpNorm
 from torch import Tensor, nn
+from tqdm import tqdm
 
 KINDS = ("attention", "residual", "block", "two")
 REGIONS = ("box", "ball", "tokens")
@@ -249,11 +250,13 @@ def main() -> int:
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float64)
     started, kinds, checks, worst, bad, rows = time.monotonic(), Counter(), Counter(), {}, 0, 0
+    bar = tqdm(total=args.count, unit="graph")
     number = args.first if args.only is None else args.only
     while sum(kinds.values()) < (args.count if args.only is None else 1) and time.monotonic() - started < args.seconds:
         group = random_group(args.seed, number)
         kind = f"{'one head, ' if group.local else ''}{group.graph.shape.kind}, {group.region}"
         kinds[kind] += 1 if group.local else BATCH
+        bar.update(1 if group.local else BATCH)
         rows += group.C.shape[0] * group.C.shape[1]
         for name, excess in check(group, bool(args.optimised) and number % args.optimised == 0):
             name = f"{name}{', constant weights' if group.local else ''}"

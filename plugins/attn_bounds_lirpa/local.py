@@ -30,19 +30,20 @@ _TOKENWISE = (
     "BoundTranspose",
     "BoundIdentity",
 )
+DEFAULT = {"retry": False, "steps": 4}  # of attn_bounds' `lagrangian`; tighter and slower: {} or {"max_pieces": 64}
 _BLOCKED = -1e8  # masks at least this low take a key out
 
 
 class LocalHeads:
     """The heads of one fused attention as `AttentionHead`s, with the root node that holds their tokens."""
 
-    def __init__(self, root, heads: list[AttentionHead], keys: Tensor | None, constants: list):
-        self.root, self.heads, self.keys = root, heads, keys
+    def __init__(self, root, heads: list[AttentionHead], keys: Tensor | None, constants: list, options: dict):
+        self.root, self.heads, self.keys, self.options = root, heads, keys, options
         self.constants = [(node, node.forward().detach().clone()) for node in constants]  # what the heads were read off
 
     @classmethod
-    def find(cls, network, differences, mix) -> LocalHeads | None:
-        """The heads behind a fused attention, or None where the regime does not apply."""
+    def find(cls, network, differences, mix, options: dict | None = None) -> LocalHeads | None:
+        """The heads behind a fused attention, or None where the regime does not apply; options of the certificates."""
         if IS_03:
             return None
         roots = [node for node in network.roots() if type(node).__name__ == "BoundInput"]
@@ -68,7 +69,7 @@ class LocalHeads:
             weights = [part[0][h] for part in (q, k, v)]
             biases = [part[1][h] for part in (q, k, v)]
             heads.append(AttentionHead(*weights, None, *biases, scale=float(differences.scale)))
-        return cls(root, heads, keys, _constants(nodes.values(), root))
+        return cls(root, heads, keys, _constants(nodes.values(), root), DEFAULT if options is None else options)
 
     def is_current(self) -> bool:
         """Whether the network's weights still are those that the heads were read off."""
@@ -87,7 +88,7 @@ class LocalHeads:
             problems.append(self._problem(b, h, i, rows[s, b, h, i].detach()))
         total, gap = rows.new_zeros(2, *rows.shape[:2], dtype=torch.float64)
         for (s, b, _, _), certificate in zip(
-            groups.tolist(), certify_many(problems, "lagrangian", steps=4), strict=True
+            groups.tolist(), certify_many(problems, "lagrangian", **self.options), strict=True
         ):
             total[s, b] += certificate.upper
             gap[s, b] += certificate.upper - certificate.lower

@@ -8,6 +8,7 @@ import pytest
 import torch
 from attn_bounds_lirpa import PerturbationTokenBall, attach
 from attn_bounds_lirpa.compat import IS_03
+from attn_bounds_lirpa.local import DEFAULT
 from auto_LiRPA import BoundedTensor, PerturbationLpNorm
 
 from attn_bounds.certify import certify_many
@@ -28,11 +29,12 @@ def head_of(model, index):
 
 @pytest.mark.parametrize("mask", [None, torch.triu(torch.full((4, 4), -1e9), 1)])
 @pytest.mark.parametrize("kind", ["ball", "box"])
-def test_the_bound_of_one_head_is_the_certificate(mask, kind):
+@pytest.mark.parametrize("options", [None, {"steps": 8}])
+def test_the_bound_of_one_head_is_the_certificate(mask, kind, options):
     torch.manual_seed(2)
     model, x = Attention(heads=1, d_head=4, mask=mask), torch.randn(2, 4, 6)
     network = convert(model, x)
-    attach(network)
+    attach(network, certificate=options)
     c = torch.randn(3, 6)
     query = 2
     C = torch.zeros(2, 3, 4, 6)
@@ -49,7 +51,7 @@ def test_the_bound_of_one_head_is_the_certificate(mask, kind):
         problems = [
             HeadProblem(head_of(model, 0), z, query, sign * row, place(z), keys=keys) for z in x.detach() for row in c
         ]
-        certificates = certify_many(problems, "lagrangian", steps=4)
+        certificates = certify_many(problems, "lagrangian", **(options or DEFAULT))
         expected = torch.tensor([certificate.upper for certificate in certificates]).view(2, 3)
         attained = torch.tensor([certificate.lower for certificate in certificates]).view(2, 3)
         assert (sign * bound <= expected + 1e-9).all()
