@@ -22,7 +22,7 @@ def _repair_imports() -> None:
     import numpy
     import torch
 
-    if importlib.util.find_spec("numpy.lib.arraysetops") is None:
+    if "numpy.lib.arraysetops" not in sys.modules and importlib.util.find_spec("numpy.lib.arraysetops") is None:
         stand_in = types.ModuleType("numpy.lib.arraysetops")
         stand_in.isin = numpy.isin
         sys.modules["numpy.lib.arraysetops"] = stand_in
