@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from ._arrays import as_float64
 from .bounds._majorant import centre_at, radii, reach
 from .bounds._remainder import remainder, smooth_reach
 from .bounds.vertex import vertex
-from .errors import MethodNotApplicableError
+from .errors import ArgumentError, MethodNotApplicableError
 from .problem import HeadProblem
 from .reduced import Reduced, centre_and_spread, coordinates, reduce
 from .regions import Lists
@@ -94,6 +95,8 @@ def affine_upper_bound(problem: HeadProblem, slope: Any = None) -> tuple[torch.T
     Returns: slope, offset (infinite where no bound was found), witness.
     Raises: MethodNotApplicableError for substitutions; ShapeError.
     """
+    if not isinstance(problem, HeadProblem):
+        raise ArgumentError(f"problem: expected a HeadProblem, got {type(problem).__name__}")
     if isinstance(problem.placed, Lists):
         raise MethodNotApplicableError("region: expected balls or boxes, got TokenSubstitutions; use method='exact'")
     reduced = reduce([problem])
@@ -119,7 +122,7 @@ def affine_upper_bound(problem: HeadProblem, slope: Any = None) -> tuple[torch.T
             inside_query = basis.T @ used_query
             outside_query = torch.linalg.vector_norm(used_query - basis @ inside_query)[None]
             used_query = inside_query
-        if float(outside_keys.max() + outside_query.max()) > 0:
+        if float(outside_keys.sum() + outside_query.sum()) > 0:
             outside = (outside_keys, outside_query)
     offsets, multipliers = affine_upper_bounds(reduced, used[None], used_query[None], *outside)
     taken = torch.zeros(len(centres), dtype=torch.bool, device=centres.device)
@@ -131,5 +134,7 @@ def affine_upper_bound(problem: HeadProblem, slope: Any = None) -> tuple[torch.T
     moved = (slope * centres).sum()
     rounding = 4e-16 * slope.numel() ** 0.5 * (slope * centres).norm() + 4e-16 * idle
     offset = float(offsets[0] + idle - moved + rounding)
+    if math.isnan(offset):
+        offset = math.inf
     witness = AffineWitness(multipliers[0][0], multipliers[1][0], float(reduced.rounding[0] + rounding))
     return slope, offset, witness

@@ -58,8 +58,8 @@ class Certificate:
 
     @property
     def is_exact(self) -> bool:
-        """Whether `upper` equals `lower` to 1e-9 of the movement, or to 1e-10 of the value spread."""
-        return self.relative_gap < EXACT_GAP or self.gap <= EXACT_SPREAD * self.spread
+        """Whether `upper` equals `lower` to 1e-9 of the movement, to 1e-10 of the value spread, or to its rounding."""
+        return self.relative_gap < EXACT_GAP or self.gap <= max(EXACT_SPREAD * self.spread, 1.01 * self.inflation)
 
     @property
     def inflation(self) -> float:

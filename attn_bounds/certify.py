@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -70,6 +71,8 @@ def certify(problem: HeadProblem, method: str = "best", **options: Any) -> Certi
     Args: method one of METHODS ("best" runs the ladder, cheapest first, and stops when exact); options go to it.
     Raises: ArgumentError for an unknown method, MethodNotApplicableError where it does not apply.
     """
+    if not isinstance(problem, HeadProblem):
+        raise ArgumentError(f"problem: expected a HeadProblem, got {type(problem).__name__}")
     return certify_many([problem], method, **options)[0]
 
 
@@ -82,6 +85,13 @@ def certify_many(
     """
     if method not in METHODS:
         raise ArgumentError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+    try:
+        problems = list(problems)
+    except TypeError:
+        raise ArgumentError(f"problems: expected a list of HeadProblem, got {type(problems).__name__}") from None
+    for i, problem in enumerate(problems):
+        if not isinstance(problem, HeadProblem):
+            raise ArgumentError(f"problems[{i}]: expected a HeadProblem, got {type(problem).__name__}")
     if device is not None:
         where = checked_device(device)
         problems = [problem.to(where) for problem in problems]
@@ -172,9 +182,9 @@ def _certify_alike(problems: list[HeadProblem], method: str, options: dict[str, 
 
 def _rungs(problems: list[HeadProblem], reduced: Reduced, method: str, options: dict[str, Any]) -> list[_Rung]:
     """One method, and beside the ones that may come out loose or fail the cheap bound that never does."""
-    rungs = [_rung(problems, reduced, range(len(problems)), method, options)]
+    rungs = _rung(problems, reduced, range(len(problems)), method, options)
     if method not in CLOSED_FORM:
-        rungs.append(_rung(problems, reduced, range(len(problems)), "vertex", {}))
+        rungs += _rung(problems, reduced, range(len(problems)), "vertex", {})
     return rungs
 
 
@@ -182,29 +192,39 @@ def _ladder(problems: list[HeadProblem], reduced: Reduced, options: dict[str, An
     """Cheapest first; each further rung only for the problems that are not exact yet."""
     everything = list(range(len(problems)))
     if reduced.query_fixed:
-        return _rungs(problems, reduced, "exact", options)
-    rungs = [_rung(problems, reduced, everything, "vertex", {})]
+        return _rungs(problems, reduced, "exact", {})
+    rungs = _rung(problems, reduced, everything, "vertex", {})
     for method, more in LADDER:
         todo = _open(problems, reduced, rungs)
         if not todo or (method == "moment3" and reduced.n > MOMENT_KEYS):
             break
         given = more | options if method == "lagrangian" else more
-        rungs.append(_rung(problems, reduced[torch.tensor(todo)], todo, method, given))
+        rungs += _rung(problems, reduced[torch.tensor(todo)], todo, method, given)
     return rungs
 
 
 def _rung(
     problems: list[HeadProblem], reduced: Reduced, rows: Sequence[int], method: str, options: dict[str, Any]
-) -> _Rung:
+) -> list[_Rung]:
+    """The bound of a method; where linear algebra breaks down on a batch (numbers near 1e300), problem by problem."""
     try:
         bound = BOUNDS[method](reduced, **options)
     except TypeError as error:
         if options and "unexpected keyword" in str(error):
             raise ArgumentError(f"options: {method!r} does not take {', '.join(options)}") from None
         raise
+    except (torch.linalg.LinAlgError, np.linalg.LinAlgError) as error:
+        if len(rows) > 1:
+            return [
+                rung
+                for r, i in enumerate(rows)
+                for rung in _rung(problems, reduced[torch.tensor([r])], [i], method, options)
+            ]
+        none = torch.full((1,), math.inf, dtype=torch.float64)
+        bound = BatchBound(none, torch.zeros(1), {}, None, [f"{method}: {str(error).splitlines()[0]}"])
     if bound.point is not None:
         _note(problems, rows, bound.point)
-    return _Rung(method, bound, list(rows))
+    return [_Rung(method, bound, list(rows))]
 
 
 def _note(problems: list[HeadProblem], rows: Sequence[int], point: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -286,4 +306,7 @@ def _certify_lists(problem: HeadProblem, options: dict[str, Any]) -> Certificate
     found = SearchResult(value, answer.tokens, answer.query)
     witness = {"t": answer.upper, "inflation": answer.inflation}
     seconds = time.perf_counter() - started
-    return _sealed(problem, found, "exact", answer.upper, seconds, float(values.max() - values.min()), witness, None)
+    known = math.isfinite(answer.upper)
+    reason = None if known else "exact: the scalar equation was not solved to rounding"
+    spread = float(values.max() - values.min())
+    return _sealed(problem, found, "exact", answer.upper, seconds, spread, witness if known else {}, reason)

@@ -37,11 +37,9 @@ def exact(reduced: Reduced) -> BatchBound:
         raise MethodNotApplicableError(EXACT_NEEDS)
     inner, point = _ball(reduced) if reduced.kind == "ball" else _box(reduced)
     centre = (torch.softmax(reduced.s0, -1) * reduced.v0).sum(-1)
-    t, where = _root(inner, centre)
+    t, good, where = _root(inner, centre, reduced.rounding)
     upper = t + 2 * reduced.rounding
-    # The step from `upper` must come back by nearly all of the margin, else the root was not reached.
-    reached = _weighted(*inner(upper)[:2])
-    good = torch.isfinite(upper) & (reached <= upper - reduced.rounding)
+    good &= torch.isfinite(upper)
     reason = [None if ok else "the scalar equation was not solved to rounding" for ok in good.tolist()]
     upper = torch.where(good, upper, math.inf)
     return BatchBound(
@@ -49,25 +47,49 @@ def exact(reduced: Reduced) -> BatchBound:
     )
 
 
-def _root(inner: Inner, start: torch.Tensor, steps: int = 200) -> tuple[torch.Tensor, torch.Tensor]:
-    """Raise t to the root. Newton's steps shrink to 1 / (range of scores) on saturated heads: bisection helps there."""
+def _root(
+    inner: Inner, start: torch.Tensor, margin: torch.Tensor, at_start: torch.Tensor | None = None, steps: int = 400
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Raise t to the root: t, whether t + 2 margin was seen to be a bound, and where the best value is attained.
+
+    Newton's steps shrink to 1 / (range of scores) on saturated heads: bisection helps there. And where a key of huge
+    weight has v = t to rounding, a step rounds to nothing below the root: so a stall only counts if the step from
+    t + 2 margin comes back by at least `margin`. `at_start` is where `start` is attained, if an inner point does.
+    """
     t, s, v, where = start, *inner(start)
+    best, best_where = (_weighted(s, v), where) if at_start is None else (start, at_start)
     high: torch.Tensor | None = None
+    done = torch.zeros_like(t, dtype=torch.bool)
+
+    def look(at: torch.Tensor) -> torch.Tensor:
+        nonlocal best, best_where
+        s, v, where = inner(at)
+        reached = _weighted(s, v)
+        better = reached > best
+        best = torch.where(better, reached, best)
+        best_where = torch.where(better[:, None], where, best_where)
+        return reached
+
     for step in range(steps):
-        rising = _weighted(s, v)
-        if not bool((rising > t).any()):
+        rising = look(t)
+        still = ~(rising > t)
+        t = torch.where(done, t, torch.maximum(t, rising))
+        if bool((still & ~done).any()):
+            upper = t + 2 * margin
+            reached = look(upper)
+            done = done | (still & (reached <= upper - margin))
+            t = torch.where(still & ~done, torch.maximum(t + margin, reached), t)
+        if bool((done | ~torch.isfinite(t)).all()):
             break
-        t = torch.maximum(t, rising)
         if step >= 8:
             if high is None:
                 high = _top(inner, t)
             middle = (t + high) / 2
-            reached = _weighted(*inner(middle)[:2])
+            reached = look(middle)
             # reached > middle: the root is above; else middle is an upper bound. `reached` is attained either way.
             high = torch.where(reached > middle, high, middle)
-            t = torch.maximum(t, reached)
-        s, v, where = inner(t)
-    return t, where
+            t = torch.where(done, t, torch.maximum(t, reached))
+    return t, done, best_where
 
 
 def _top(inner: Inner, t: torch.Tensor) -> torch.Tensor:
@@ -275,7 +297,7 @@ def exact_lists(problem: HeadProblem) -> ListMaximum:
             block = block.masked_fill(~torch.eye(m, dtype=torch.bool, device=u.device), -math.inf)
         scores[:, place, :size] = block
         values[place, :size] = lists[j] @ u + const
-    there = torch.isfinite(scores)
+    there = scores > -math.inf
 
     def inner(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         excess = values - t[:, None, None]
@@ -292,8 +314,6 @@ def exact_lists(problem: HeadProblem) -> ListMaximum:
 
     first = there.double().argmax(-1, keepdim=True)
     start = _weighted(scores.gather(-1, first).squeeze(-1), values.expand_as(scores).gather(-1, first).squeeze(-1))
-    t, choice = _root(inner, start)
-    top = int(t.argmax())
     used = values[there.any(0)]
     unit = (16 + 3 * math.sqrt(head.d + head.d_head + len(order))) * EPS
     largest_token = max(float(torch.linalg.vector_norm(lists[j], dim=-1).max()) for j in order)
@@ -303,7 +323,13 @@ def exact_lists(problem: HeadProblem) -> ListMaximum:
     q_norm = float(torch.linalg.vector_norm(q, dim=-1).max()) + q_size / math.sqrt(head.d_head)
     score_error = unit * abs(head.scale) * q_norm * k_size
     value_error = unit * (float(torch.linalg.vector_norm(u)) * largest_token + float(used.abs().max()))
-    margin = 2 * (score_error * float(used.max() - used.min()) + value_error)
+    margin = score_error * float(used.max() - used.min()) + value_error
+    t, good, choice = _root(inner, start, start.new_full((m,), margin), first.squeeze(-1))
+    solved = bool(good.all()) and bool(torch.isfinite(t).all())
+    upper = float(t.max()) + 2 * margin if solved else math.inf
+    chosen = (g.gather(-1, choice[..., None]).squeeze(-1) for g in (scores, values.expand_as(scores)))
+    attained = _weighted(*chosen)
+    top = int(attained.argmax())
     points = [c[0] for c in lists]
     for place, j in enumerate(order):
         points[j] = lists[j][int(choice[top, place])]
@@ -311,5 +337,5 @@ def exact_lists(problem: HeadProblem) -> ListMaximum:
         points[row] = queries[top]
     tokens = torch.stack(points)
     return ListMaximum(
-        float(t[top]) + margin, margin, tokens[: problem.n], tokens[problem.n] if len(lists) > problem.n else None
+        upper, 2 * margin, tokens[: problem.n], tokens[problem.n] if len(lists) > problem.n else None
     )

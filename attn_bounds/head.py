@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ._arrays import as_float64
+from ._arrays import as_float64, as_mask, checked_device, checked_index
 from .errors import ArgumentError, ShapeError
 
 
@@ -57,7 +57,10 @@ class AttentionHead:
         self.b_Q = self._bias("b_Q", b_Q, d_head, device)
         self.b_K = self._bias("b_K", b_K, d_head, device)
         self.b_V = self._bias("b_V", b_V, d_v, device)
-        self.scale = 1.0 / math.sqrt(d_head) if scale is None else float(scale)
+        try:
+            self.scale = 1.0 / math.sqrt(d_head) if scale is None else float(scale)
+        except (TypeError, ValueError):
+            raise ArgumentError(f"scale: expected a number or None, got {scale!r}") from None
         if not math.isfinite(self.scale):
             raise ArgumentError(f"scale: expected a finite number or None, got {scale}")
 
@@ -89,7 +92,8 @@ class AttentionHead:
 
     def to(self, device: Any) -> AttentionHead:
         """Return the same head with its weights on `device`."""
-        if torch.device(device) == self.device:
+        device = checked_device(device)
+        if device == self.device:
             return self
         weights = (self.W_Q, self.W_K, self.W_V, self.W_O, self.b_Q, self.b_K, self.b_V)
         q, k, v, o, b_q, b_k, b_v = (None if w is None else w.to(device) for w in weights)
@@ -101,21 +105,22 @@ class AttentionHead:
         Args: tokens (..., n, d); query an index into the tokens, or a vector (..., d); keys an optional bool mask (n,).
         Returns: (..., d_out), float64; a numpy array where `tokens` is one, else a tensor.
         """
-        z = as_float64("tokens", tokens, device=self.device)
+        z = as_float64("tokens", tokens, device=self.device, copy=False)
         if z.dim() < 2 or z.shape[-1] != self.d:
             raise ShapeError(f"tokens: expected (n, {self.d}), got {tuple(z.shape)}")
-        if isinstance(query, int) or getattr(query, "ndim", None) == 0:
-            index = int(query)
-            if not 0 <= index < z.shape[-2]:
-                raise ArgumentError(f"query: expected an index in 0..{z.shape[-2] - 1}, got {index}")
+        index = checked_index("query", query, z.shape[-2])
+        if index is not None:
             zq = z[..., index, :]
         else:
-            zq = as_float64("query", query, device=self.device)
+            zq = as_float64("query", query, device=self.device, copy=False)
             if zq.shape[-1:] != (self.d,):
                 raise ShapeError(f"query: expected an index or a vector ({self.d},), got {tuple(zq.shape)}")
         scores = self.scores(z, zq)
         if keys is not None:
-            scores = scores.masked_fill(~torch.as_tensor(keys, device=self.device), -math.inf)
+            mask = as_mask("keys", keys, z.shape[-2], self.device)
+            if not mask.any():
+                raise ArgumentError("keys: expected at least one attended key, got an all-false mask")
+            scores = scores.masked_fill(~mask, -math.inf)
         p = torch.softmax(scores, dim=-1)
         values = z @ self.W_V.T + self.b_V
         out = (p.unsqueeze(-2) @ values).squeeze(-2)
@@ -123,9 +128,12 @@ class AttentionHead:
         return out.cpu().numpy() if isinstance(tokens, np.ndarray) else out
 
     def scores(self, tokens: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        """Compute the scores (..., n) of tokens (..., n, d) for a query token (..., d)."""
+        """Compute the scores (..., n) of tokens (..., n, d) for a query (..., d), up to what b_K adds to them all.
+
+        The softmax does not see a number common to all scores, and a large one would only cost digits.
+        """
         q = query @ self.W_Q.T + self.b_Q
-        k = tokens @ self.W_K.T + self.b_K
+        k = tokens @ self.W_K.T
         return self.scale * (k @ q.unsqueeze(-1)).squeeze(-1)
 
     def value_direction(self, readout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

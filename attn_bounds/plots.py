@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -24,7 +25,7 @@ FEW = 5  # units below which a distribution is not drawn
 Draw = Callable[[pd.DataFrame, Path], Path]
 
 
-def styles(methods: Sequence[str]) -> dict[str, dict[str, str]]:
+def styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Colour, marker and dash of each method, the same in every panel of a figure."""
     out = {}
     for i, method in enumerate(sorted(methods)):
@@ -49,7 +50,7 @@ def lines(value: str, label: str, log: bool) -> Draw:
     """A figure of `value` (band: q25 to q75) against radius, a line a method and a panel a query regime."""
 
     def draw(data: pd.DataFrame, path: Path) -> Path:
-        def panel(axis: Axes, part: pd.DataFrame, style: dict[str, dict[str, str]]) -> None:
+        def panel(axis: Axes, part: pd.DataFrame, style: dict[str, dict[str, Any]]) -> None:
             for method, rows in part.groupby("method", sort=True):
                 rows = rows.sort_values("radius")
                 middle, low, high = (rows[c].clip(lower=FLOOR) if log else rows[c] for c in (value, "q25", "q75"))
@@ -67,7 +68,7 @@ def lines(value: str, label: str, log: bool) -> Draw:
 def shares(data: pd.DataFrame, path: Path) -> Path:
     """Percent of units certified within 10% (solid) and 1% (hollow) of the movement against radius."""
 
-    def panel(axis: Axes, part: pd.DataFrame, style: dict[str, dict[str, str]]) -> None:
+    def panel(axis: Axes, part: pd.DataFrame, style: dict[str, dict[str, Any]]) -> None:
         for method, rows in part.groupby("method", sort=True):
             rows, own = rows.sort_values("radius"), style[str(method)]
             x = rows["radius"] * 1.025 ** list(style).index(str(method))  # side by side, since many meet at 0 and 100
@@ -82,7 +83,7 @@ def boxes(value: str, label: str) -> Draw:
     """A figure with one bar (median, quartiles, 5% to 95%) a method of at least FEW units, a panel a query regime."""
 
     def draw(data: pd.DataFrame, path: Path) -> Path:
-        def panel(axis: Axes, part: pd.DataFrame, style: dict[str, dict[str, str]]) -> None:
+        def panel(axis: Axes, part: pd.DataFrame, style: dict[str, dict[str, Any]]) -> None:
             groups = [(str(m), rows[value]) for m, rows in part.groupby("method", sort=True) if len(rows) >= FEW]
             for place, (method, found) in enumerate(groups):
                 low, q25, middle, q75, high = found.quantile([0.05, 0.25, 0.5, 0.75, 0.95])
@@ -102,7 +103,7 @@ def boxes(value: str, label: str) -> Draw:
 def scatter(data: pd.DataFrame, path: Path) -> Path:
     """Median relative gap against median seconds a unit, a point a method and radius."""
 
-    def panel(axis: Axes, part: pd.DataFrame, style: dict[str, dict[str, str]]) -> None:
+    def panel(axis: Axes, part: pd.DataFrame, style: dict[str, dict[str, Any]]) -> None:
         for method, rows in part.groupby("method", sort=True):
             rows = rows.sort_values("radius")
             axis.plot(
@@ -134,7 +135,7 @@ def looseness(data: pd.DataFrame, path: Path) -> Path:
 
 
 def _panels(
-    data: pd.DataFrame, path: Path, panel: Callable[[Axes, pd.DataFrame, dict[str, dict[str, str]]], None],
+    data: pd.DataFrame, path: Path, panel: Callable[[Axes, pd.DataFrame, dict[str, dict[str, Any]]], None],
     legend: bool = True,
 ) -> Path:  # fmt: skip
     """One panel a query regime; one legend beside them, so that it covers no line."""
@@ -143,7 +144,7 @@ def _panels(
     count = max(len(regimes), 1)
     figure = Figure(figsize=(4.9 * count + (1.5 if legend else 0.8), 4.2))
     axes = figure.subplots(1, count, squeeze=False, sharex=legend, sharey=legend)[0]
-    seen = {}
+    seen: dict[str, Any] = {}
     for axis, moves in zip(axes, regimes, strict=False):
         panel(axis, data[data["query_moves"] == moves], style)
         axis.set_title("query moves" if moves else "query fixed")
@@ -152,7 +153,7 @@ def _panels(
         seen |= dict(zip(labels, handles, strict=True))
     if legend and seen:
         names = sorted(seen)
-        figure.legend([seen[n] for n in names], names, loc="center right", fontsize=8, frameon=False)
+        figure.legend(handles=[seen[n] for n in names], labels=names, loc="center right", fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0, 1 - 1.4 / figure.get_size_inches()[0] if legend else 1, 1))
     figure.savefig(path, dpi=150)
     plt.close(figure)

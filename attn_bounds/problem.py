@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
-from ._arrays import as_float64, as_mask
-from .errors import ArgumentError, RegionError
+from ._arrays import as_float64, as_mask, checked_device, checked_index
+from .errors import ArgumentError, NotFiniteError, RegionError
 from .head import AttentionHead
 from .regions import Balls, Boxes, Lists, TokenBall, TokenBox, TokenSubstitutions
 
@@ -62,6 +64,8 @@ class HeadProblem:
                 f"region: expected TokenBall, TokenBox or TokenSubstitutions, got {type(region).__name__}"
             )
         self.region = region
+        if not isinstance(query_moves, (bool, np.bool_)):
+            raise ArgumentError(f"query_moves: expected True or False, got {query_moves!r}")
         self.query_moves = bool(query_moves)
         self.keys = None if keys is None else as_mask("keys", keys, self.n, head.device)
         if self.keys is not None and not self.keys.any():
@@ -70,13 +74,8 @@ class HeadProblem:
         self.found: SearchResult | None = None  # the best attained value that any method has come across
 
     def _checked_query(self, query: Any) -> int | torch.Tensor:
-        if isinstance(query, bool):
-            raise ArgumentError(f"query: expected an index or a vector ({self.head.d},), got {query!r}")
-        if isinstance(query, int) or getattr(query, "ndim", None) == 0:
-            if float(query) != int(query) or not 0 <= int(query) < self.n:
-                raise ArgumentError(f"query: expected an index in 0..{self.n - 1}, got {query}")
-            return int(query)
-        return as_float64("query", query, (self.head.d,), self.head.device)
+        index = checked_index("query", query, self.n)
+        return as_float64("query", query, (self.head.d,), self.head.device) if index is None else index
 
     def _place(self) -> Balls | Boxes | Lists:
         outside_moves = self.query_index is None and self.query_moves
@@ -153,7 +152,10 @@ class HeadProblem:
     @cached_property
     def nominal(self) -> float:
         """f at the nominal tokens."""
-        return float(self.value(self.tokens))
+        value = float(self.value(self.tokens))
+        if not math.isfinite(value):
+            raise NotFiniteError(f"tokens: expected scores and values in float64's range, got a nominal value {value}")
+        return value
 
     def note(self, result: SearchResult) -> None:
         """Remember an attained value if it is the best so far."""
@@ -189,7 +191,7 @@ class HeadProblem:
 
     def to(self, device: Any) -> HeadProblem:
         """The same problem with its tensors on `device`."""
-        return self if torch.device(device) == self.head.device else self._copy(head=self.head.to(device))
+        return self if checked_device(device) == self.head.device else self._copy(head=self.head.to(device))
 
     def _copy(self, **changes: Any) -> HeadProblem:
         fields = ("head", "tokens", "query", "readout", "region", "query_moves", "keys")

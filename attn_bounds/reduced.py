@@ -24,6 +24,7 @@ from .problem import HeadProblem
 from .regions import Balls, Boxes, Lists
 
 EPS = 2.0**-53
+DROPPED = 1e-14  # part of u outside the basis that counts as rounding; `_rounding` pays for it
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,11 @@ def coordinates(problem: HeadProblem) -> torch.Tensor | None:
     if not problem.query_is_fixed:
         if head.basis is None:
             return None
-        return torch.cat([head.basis, _unit(u - head.basis @ (head.basis.T @ u))[:, None]], dim=1)
+        rest = u - head.basis @ (head.basis.T @ u)
+        rest = rest - head.basis @ (head.basis.T @ rest)  # twice: the first leaves a rounding of u along the basis
+        if float(torch.linalg.vector_norm(rest)) <= DROPPED * float(torch.linalg.vector_norm(u)):
+            rest = torch.zeros_like(rest)  # u lies in the span: what is left is rounding, and has no direction
+        return torch.cat([head.basis, _unit(rest)[:, None]], dim=1)
     q = head.scale * (head.W_Q @ problem.query_point + head.b_Q)
     first = _unit(head.W_K.T @ q)
     second = u - first * (first @ u)
@@ -235,6 +240,7 @@ def _rounding(
     mixed = problem.readout if head.W_O is None else head.W_O.T @ problem.readout
     outer = float(size(mixed)) + (0.0 if head.W_O is None else float(size(problem.readout)) * head.norms[5] / root_v)
     value = unit * (outer * (head.norms[4] * token / root_v + float(size(head.b_V))) + float(v.abs().max()))
+    value += 2 * DROPPED * float(size(u)) * key_reach
     return u.new_tensor(score * value_spread + value)
 
 

@@ -52,7 +52,7 @@ class TokenBall:
             raise ShapeError(f"radius: expected a number or one per token, got shape {tuple(self.radius.shape)}")
         if (self.radius < 0).any():
             raise RegionError(f"radius: expected at least 0, got {float(self.radius.min()):g}")
-        if norm not in (2, float("inf")):
+        if not isinstance(norm, (int, float)) or norm not in (2, float("inf")):
             raise RegionError(f"norm: expected 2 or inf, got {norm!r}")
         self.relative = bool(relative)
         self.norm = norm
@@ -137,6 +137,8 @@ class TokenSubstitutions:
     """
 
     def __init__(self, candidates: Sequence[Any]) -> None:
+        if not isinstance(candidates, Sequence) and not hasattr(candidates, "shape"):
+            raise RegionError(f"candidates: expected a list of arrays (m, d), got {type(candidates).__name__}")
         if len(candidates) == 0:
             raise RegionError("candidates: expected one list per token, got none")
         self.candidates = tuple(as_float64(f"candidates[{j}]", c, ("m", "d")) for j, c in enumerate(candidates))

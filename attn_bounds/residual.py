@@ -84,8 +84,8 @@ def block_of(model: Any, layer: int) -> Block:
     if model.config.activation_function != "gelu_new":
         raise UnsupportedModelError(f"model: expected 'gelu_new', got {model.config.activation_function!r}")
     one = base.h[layer]
-    parts = (one.attn.c_attn, one.attn.c_proj, one.mlp.c_fc, one.mlp.c_proj)
-    qkv, o, up, down = ((m.weight.detach().double().T, m.bias.detach().double()) for m in parts)  # (in, out) there
+    fused = (one.attn.c_attn, one.attn.c_proj, one.mlp.c_fc, one.mlp.c_proj)
+    qkv, o, up, down = ((m.weight.detach().double().T, m.bias.detach().double()) for m in fused)  # (in, out) there
     q, k, v = zip(qkv[0].chunk(3), qkv[1].chunk(3), strict=True)
     after = base.h[layer + 1].ln_1 if layer + 1 < len(base.h) else base.ln_f
     first, middle, last = Norm.of(one.ln_1), Norm.of(one.ln_2), Norm.of(after)

@@ -139,6 +139,8 @@ class Run:
             raise ModelLoadError(f"out: expected a folder that can be written, got {self.out} ({error})") from None
 
     def _check(self, before: dict[str, Any], resume: bool) -> None:
+        if not isinstance(before, dict):
+            raise ArgumentError(f"out: expected the settings of a run in {self.out}/settings.json, got {before!r}")
         if not resume:
             raise ArgumentError(f"out: {self.out} already holds a run; add --resume to continue it, or choose another")
         changed = sorted(k for k in {*before, *self.settings} if before.get(k) != self.settings.get(k))

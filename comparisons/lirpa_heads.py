@@ -19,7 +19,7 @@ import torch
 from attn_bounds_lirpa import PerturbationTokenBall
 from auto_LiRPA import BoundedModule, BoundedTensor
 
-from attn_bounds.certify import certify_many
+from attn_bounds.certify import search_many
 from attn_bounds.models import load_model, seeded_readout
 from attn_bounds.problem import HeadProblem
 from attn_bounds.regions import TokenBall
@@ -100,7 +100,7 @@ def main() -> None:
             for radius in args.radii:
                 x = BoundedTensor(tokens[None], PerturbationTokenBall(radius, relative=True))
                 problems = [HeadProblem(head, tokens, n - 1, c, TokenBall(radius)) for c in cs]
-                attained = torch.tensor([certificate.lower for certificate in certify_many(problems)])
+                attained = torch.tensor([certificate.lower for certificate in search_many(problems)])
 
                 def crown(network, method="CROWN", x=x, C=C):
                     with torch.set_grad_enabled(method != "CROWN"):

@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from conftest import KINDS, kind_name, random_problem
 
 import attn_bounds as ab
 from attn_bounds.audit import audit
 from attn_bounds.certificate import seal_of
+from tests.conftest import KINDS, kind_name, random_problem
 
 METHODS = ["exact", "interval", "first-order", "vertex"]
 ALL = [*METHODS, "lagrangian", "moment2", "moment3"]

@@ -8,7 +8,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from moment_cases import small_problem
 
 from attn_bounds.audit import audit
 from attn_bounds.audit.facts import set_precision
@@ -19,6 +18,7 @@ from attn_bounds.certify import certify
 from attn_bounds.reduced import reduce
 from attn_bounds.search import search
 from comparisons.violations import random_problem
+from tests.moment_cases import small_problem
 
 
 @pytest.fixture(autouse=True)

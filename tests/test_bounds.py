@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from conftest import KINDS, kind_name, random_head, random_problem, sample_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_bounds as ab
+from tests.conftest import KINDS, kind_name, random_head, random_problem, sample_values
 
 LADDER = ["interval", "first-order", "vertex"]
 

@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from conftest import random_head, random_problem
 from scipy.optimize import brentq
 
 import attn_bounds as ab
+from tests.conftest import random_head, random_problem
 
 
 def fine_grid_maximum(problem: ab.HeadProblem, points: int = 40_000) -> float:

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from conftest import random_head
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -19,6 +18,7 @@ from transformers import (
 )
 
 import attn_bounds as ab
+from tests.conftest import random_head
 
 
 def tokens(n: int, d: int, seed: int = 0) -> torch.Tensor:

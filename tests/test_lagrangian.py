@@ -12,7 +12,7 @@ from attn_bounds.bounds.lagrangian import lagrangian
 from attn_bounds.errors import ArgumentError
 from attn_bounds.head import AttentionHead
 from attn_bounds.problem import HeadProblem
-from attn_bounds.reduced import reduce
+from attn_bounds.reduced import Reduced, reduce
 from attn_bounds.regions import TokenBall, TokenBox
 from attn_bounds.search import ascend
 from comparisons.exactness import units
@@ -95,6 +95,39 @@ def test_saturated_head_is_exact() -> None:
 def test_needs_a_piece() -> None:
     with pytest.raises(ArgumentError, match="max_pieces"):
         lagrangian(reduce([small_problem(0, 0.01)]), max_pieces=0)
+
+
+def test_multipliers_near_zero_cancel_without_harm() -> None:
+    """Saturated to 1e-11 with large scores: terms of 1e-3 cancel to 1e-12, and rounding once put D below zero."""
+    a = [210.75585274091893, 98.12131578596684, 103.41384504662332, -149.2667920240379, 89.9255641606193]
+    u = [0.2453550904050037, 0.13975475265720338, 0.09394955129503324, 0.1938480240989303, 0.02944923242700976]
+    half = [0.0, 0.006602717561763785, 0.009510321827975069, 0.004975741689848714, 0.007088391411996579]
+
+    def row(values: list[float]) -> torch.Tensor:
+        return torch.tensor([values], dtype=torch.float64)
+
+    one, empty = row([0.0])[0], torch.zeros(1, 3, 0, dtype=torch.float64)
+    reduced = Reduced(
+        kind="box",
+        own=False,
+        s0=row([486.3200451460267, 460.82801946634595]),
+        v0=row([0.4807646869261803, 0.2661634592018913]),
+        a=row(a),
+        u=row(u),
+        b=empty[:, :2],
+        fq=empty,
+        fk=torch.zeros(1, 3, 5, dtype=torch.float64),
+        key_radius=torch.stack([row([0.0] * 5), row(half)], 1),
+        query_radius=empty[:, 0],
+        norm=one,
+        own_low=one,
+        own_high=one,
+        nominal=row([0.48076468692435814])[0],
+        rounding=row([1.0178473646059318e-12])[0],
+    )
+    x = torch.zeros(1, 1, 2, 5, dtype=torch.float64)
+    x[0, 0, 1] = torch.sign(row([-1.0, -1.0, -1.0, 1.0, -1.0])[0]) * row(half)[0]
+    assert lagrangian(reduced).upper >= reduced.value(x, empty[:, :1])[:, 0]
 
 
 @pytest.mark.slow

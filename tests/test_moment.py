@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from moment_cases import batch, small_problem
 
 from attn_bounds.bounds import moment as module
 from attn_bounds.bounds._centred import Centred, centre
@@ -21,6 +20,7 @@ from attn_bounds.reduced import Reduced, reduce
 from attn_bounds.search import ascend
 from attn_bounds.solvers import Solution
 from comparisons.violations import random_batches
+from tests.moment_cases import batch, small_problem
 
 
 def relative_gap(reduced: Reduced, **options: object) -> torch.Tensor:

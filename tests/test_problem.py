@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from conftest import KINDS, kind_name, random_head, random_problem
 
 import attn_bounds as ab
 from attn_bounds.reduced import lift, reduce
 from attn_bounds.search import value_and_gradient
+from tests.conftest import KINDS, kind_name, random_head, random_problem
 
 
 @pytest.fixture

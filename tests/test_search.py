@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from conftest import random_problem
 
 import attn_bounds as ab
+from tests.conftest import random_problem
 
 
 def test_the_value_is_attained_and_a_seed_repeats_it(rng):

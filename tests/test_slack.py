@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from moment_cases import batch, small_problem
 
 from attn_bounds.bounds.moment import moment
 from attn_bounds.bounds.slack import _knapsack, gap_bound, secant_error, secant_slack, secant_slack_loss
@@ -13,6 +12,7 @@ from attn_bounds.errors import ArgumentError, MethodNotApplicableError
 from attn_bounds.exact import exact
 from attn_bounds.regions import TokenBall, TokenSubstitutions
 from attn_bounds.search import ascend
+from tests.moment_cases import batch, small_problem
 
 
 def test_secant_error_is_the_largest_distance_of_the_chord() -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
-from moment_cases import batch
 
 from attn_bounds import solvers
 from attn_bounds.bounds._centred import centre
@@ -20,6 +19,7 @@ from attn_bounds.bounds._cones import Programme
 from attn_bounds.bounds.moment import moment
 from attn_bounds.errors import ArgumentError
 from attn_bounds.search import ascend
+from tests.moment_cases import batch
 
 
 def programme(order: int = 3) -> solvers.Conic:
@@ -119,7 +119,7 @@ def test_without_a_licence_clarabel_runs_with_one_line_of_log(licence: str | Non
         import logging
         logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
         from attn_bounds.bounds.moment import moment
-        from moment_cases import batch
+        from tests.moment_cases import batch
         for _ in range(2):
             print(float(moment(batch(0.1, count=1), 2, solver="mosek").upper[0]))
     """

@@ -167,9 +167,9 @@ def _zonotope(s0: float, v0: float, terms: Sequence[list[arb]], t: float) -> lis
     return [(s[k], v[k], slope[k]) for k in sorted(keep)]
 
 
-def list_terms(problem: HeadProblem, t: arb) -> list[arb]:
-    """F(t), up to a positive factor, for every candidate of the query."""
-    facts = Facts(problem)
+def _list_blocks(facts: Facts) -> tuple[list[list[arb]], list[tuple[int, arb_mat, list[arb]]]]:
+    """The rotated candidates of the query; per attended key its row, its candidates' keys and their values."""
+    problem = facts.problem
     lists = problem.placed.candidates  # type: ignore[union-attr]
     row = problem.query_place
     queries = problem.query_point[None] if row is None else lists[row]
@@ -178,15 +178,32 @@ def list_terms(problem: HeadProblem, t: arb) -> list[arb]:
     blocks = []
     for j in facts.order:
         z = exact_matrix(lists[j])
-        blocks.append((j, z * facts.fk.transpose(), column(z * arb_mat([[x] for x in facts.u]))))
+        values = [v + facts.v_const for v in column(z * arb_mat([[x] for x in facts.u]))]
+        blocks.append((j, z * facts.fk.transpose(), values))
+    return rotated, blocks
+
+
+def list_scores_and_values(problem: HeadProblem) -> tuple[list[arb], list[arb]]:
+    """The scores of all candidates for the query's first candidate, and their values."""
+    rotated, blocks = _list_blocks(Facts(problem))
+    scores = [_score(rotated[0], keys, r) for _, keys, _ in blocks for r in range(keys.nrows())]
+    return scores, [v for _, _, values in blocks for v in values]
+
+
+def _score(q: list[arb], keys: arb_mat, r: int) -> arb:
+    return dot(q, [keys[r, c] for c in range(keys.ncols())])
+
+
+def list_terms(problem: HeadProblem, t: arb) -> list[arb]:
+    """F(t), up to a positive factor, for every candidate of the query."""
+    rotated, blocks = _list_blocks(Facts(problem))
+    row = problem.query_place
     out = []
     for i, q in enumerate(rotated):
         scored = []
         for j, keys, values in blocks:
             pick = [i] if j == problem.query_index and row is not None else range(keys.nrows())
-            scored.append(
-                [(dot(q, [keys[r, c] for c in range(keys.ncols())]), values[r] + facts.v_const - t) for r in pick]
-            )
+            scored.append([(_score(q, keys, r), values[r] - t) for r in pick])
         shift = max((s for key in scored for s, _ in key), key=float).mid()
         total = arb(0)
         for key in scored:

@@ -21,6 +21,7 @@ import torch
 from ..reduced import Reduced
 from ._majorant import Centre, Majorant, phi, radii, split
 
+ROUNDING = 1e-14  # of a sum, relative to its terms: a rate must not be positive by cancellation alone
 FIRST_ROUNDS = 12  # of the ascent, for all; the rest only for those that still climb
 
 
@@ -273,11 +274,16 @@ def _depth_rate(centre, R, V, x, alpha, u):  # type: ignore[no-untyped-def]
     B = a_t * (a1 * absV + u1 - 2 * kappa * a1)
     D = (a_t * a_t * (kappa - absV)).clamp_max(0)
     first = u1 - absV * a1 + R * (A + D) - R * torch.sqrt((A - D) ** 2 + B * B)
+    first = first - ROUNDING * (u1.abs() + absV * a1.abs() + R * (A.abs() + D.abs() + B.abs()))
     w = a_t * R
     b_max = 1 - torch.exp(w) * (1 - w)
     curve = torch.where(w > 1e-4, b_max / (w * w).clamp_min(1e-300), 0.5 + w)
-    second = u1.clamp_min(0) * torch.exp(x_low) + u1.clamp_max(0) * torch.exp(x_high) - 2 * R * absV * curve * a_t * a_t
-    second = second - absV * torch.where(a1 > 0, a1, a1 * (1 - b_max).clamp_min(0))
+    parts = (
+        u1.clamp_min(0) * torch.exp(x_low) + u1.clamp_max(0) * torch.exp(x_high),
+        -2 * R * absV * curve * a_t * a_t,
+        -absV * torch.where(a1 > 0, a1, a1 * (1 - b_max).clamp_min(0)),
+    )
+    second = sum(parts) - ROUNDING * sum(part.abs() for part in parts)
     second = torch.where((a1 < 0) & (b_max > 1), torch.full_like(second, -torch.inf), second)
     c = torch.maximum(first, second)
     hard = (V <= 0) & (R > 0) & (c < 0.5 * (u1 - absV * a1))

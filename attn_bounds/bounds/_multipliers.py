@@ -14,6 +14,7 @@ import torch
 
 from ._majorant import Majorant
 
+NOISE = 2.0**-46  # 64 roundings: charged times the condition of what is inverted
 MARGIN = 1e-11  # relative, far above what rounding moves an eigenvalue of the scaled matrices
 
 
@@ -61,7 +62,7 @@ class Eliminated:
             gram = self.d_inv[..., None] * (plane @ plane.transpose(1, 2))[:, None]
         else:
             gram = torch.einsum("bim,bkm,bjm->bkij", plane, self.d_inv, plane)
-        self.solved, positive, saddle = _inverse_less_identity(block, gram)
+        self.solved, positive, saddle, self.key_condition = _inverse_less_identity(block, gram)
         self.saddles = saddle.sum(1)  # blocks with one negative eigenvalue: the low-rank term may make up for one
         allowed = 0 if maj.low_rank is None else 1
         self.ok = self.ok & (positive | saddle).all(1) & (self.saddles <= allowed)
@@ -113,7 +114,7 @@ class Eliminated:
         factor = torch.where((info == 0)[:, None, None], factor, eye)
         # Theta = T + (L^T T)^T (I - A)^{-1} (L^T T), with the factor of I - A itself
         self.T, self.LT, self.factor = T, LT, factor
-        self.slack = MARGIN * (1 + size)
+        self.query_condition = (1 + size) / torch.diagonal(factor, dim1=1, dim2=2).amin(1).square()
 
     def _theta(self, v: torch.Tensor) -> torch.Tensor:
         """Theta v for v (B, r, f)."""
@@ -132,6 +133,7 @@ class Eliminated:
         onto = onto + (summed @ maj.fk.transpose(1, 2)) @ maj.fq
         total = query + (onto if maj.features is None else onto @ maj.features)
         v = total * self.dq_inv[:, None]
+        self.query_gain = (total * v).sum(2)
         if maj.features is None:
             eta = v + self.dq_inv[:, None] * self._theta(v)
             seen_eta = eta
@@ -151,6 +153,18 @@ class Eliminated:
         return first + (pushed @ self.maj.plane[:, None]) * self.d_inv[:, None]
 
 
+    def noise(self, keys: torch.Tensor, query: torch.Tensor, step_keys: torch.Tensor) -> torch.Tensor:
+        """What rounding may have done to h . (Lambda - H)^{-1} h, (B,), for h the first right-hand side solved.
+
+        With multipliers near zero large terms cancel, and D in floating point could fall below its true value.
+        """
+        first = (keys * keys * self.d_inv).sum(2)
+        out = ((first + (keys * step_keys).sum(2).abs()) * self.key_condition).sum(1)
+        if query.shape[-1]:
+            out = out + self.query_gain[:, 0] * self.query_condition
+        return NOISE * out
+
+
 def dual(maj: Majorant, key_mult: torch.Tensor, query_mult: torch.Tensor) -> Dual:
     """Evaluate D at multipliers (B, K, 1 or m) and (B, 1 or k) in units of the radii."""
     el = Eliminated(maj, key_mult, query_mult)
@@ -164,6 +178,7 @@ def dual(maj: Majorant, key_mult: torch.Tensor, query_mult: torch.Tensor) -> Dua
     sk, sq = el.solve(rk, rq)
     ok = el.ok
     dk, dq = sk[:, 0], sq[:, 0]
+    noise = el.noise(hk, hq, dk) + NOISE * (hq * dq).sum(1).abs()
     if U is not None:
         Zk, Zq, J = sk[:, 1:], sq[:, 1:], U[2]
         G = torch.einsum("brkm,bskm->brs", U[0], Zk) + torch.einsum("brk,bsk->brs", U[1], Zq)
@@ -177,12 +192,14 @@ def dual(maj: Majorant, key_mult: torch.Tensor, query_mult: torch.Tensor) -> Dua
         )
         safe = torch.where(ok, det, torch.ones_like(det))[:, None, None]
         w = _mv(_adjugate(W) / safe, seen)
+        noise = noise + NOISE * (w * seen).sum(1).abs() * (size**2 / safe[:, 0, 0].abs())
         dk = dk + torch.einsum("br,brkm->bkm", w, Zk)
         dq = dq + torch.einsum("br,brk->bk", w, Zq)
     gain = (hk * dk).flatten(1).sum(1) + (hq * dq).sum(1)
     room_k = key_mult * _room(wx, key_mult.shape[-1])
     room_q = query_mult * _room(wy, query_mult.shape[-1])
     value = maj.q0 + gain / 2 + room_k.flatten(1).sum(1) / 2 + room_q.sum(1) / 2
+    value = value + noise.detach()
     value = torch.where(ok & torch.isfinite(value), value, torch.full_like(value, torch.inf))
     return Dual(value, dk, dq)
 
@@ -237,10 +254,12 @@ def _adjugate(M: torch.Tensor) -> torch.Tensor:
     return torch.stack([first, torch.stack([-M[..., 1, 0], M[..., 0, 0]], -1)], -2)
 
 
-def _inverse_less_identity(J: torch.Tensor, G: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _inverse_less_identity(
+    J: torch.Tensor, G: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """J (I - G J)^{-1} for symmetric 2 x 2 J and G >= 0, and the signs of the eigenvalues of I - G^{1/2} J G^{1/2}.
 
-    Returns the matrix, whether both are positive, and whether one is negative; each with a margin.
+    Returns the matrix, whether both are positive, whether one is negative (each with a margin), and a condition.
     """
     finite = torch.isfinite(G).flatten(-2).all(-1) & torch.isfinite(J).flatten(-2).all(-1)
     G = torch.where(finite[..., None, None], G, torch.zeros_like(G))
@@ -253,4 +272,4 @@ def _inverse_less_identity(J: torch.Tensor, G: torch.Tensor) -> tuple[torch.Tens
     saddle = finite & (det < -MARGIN * size * size)
     safe = torch.where(positive | saddle, det, torch.ones_like(det))
     out = J @ _adjugate(M) / safe[..., None, None]
-    return (out + out.transpose(-2, -1)) / 2, positive, saddle
+    return (out + out.transpose(-2, -1)) / 2, positive, saddle, size * size / safe.detach().abs()

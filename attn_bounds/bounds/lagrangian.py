@@ -30,6 +30,7 @@ def lagrangian(
     max_pieces: int = 1,
     steps: int = 12,
     chunk: int | None = None,
+    retry: bool = True,
 ) -> BatchBound:
     """Bound max f for a batch by a quadratic majorant tangent at the maximiser, and Lagrange multipliers.
 
@@ -41,6 +42,7 @@ def lagrangian(
         point: displacements x (B, n - own, m), y (B, k) to centre at; default: ascent with `starts` and `seed`.
         max_pieces: pieces that the query's ball may be cut into where the first try leaves a gap (balls).
         steps: Newton steps on the multipliers of units that the first try leaves open.
+        retry: whether units that the first try leaves open are tried again from other starts and centres (balls).
         chunk: problems solved together; default: what keeps the working set near 100 MB.
 
     Returns: BatchBound; `upper` is infinite, with a reason, where no multipliers pass the test.
@@ -55,7 +57,7 @@ def lagrangian(
         piece = reduced[start : start + size]
         at = None if point is None else (point[0][start : start + size], point[1][start : start + size])
         if reduced.kind == "ball":
-            parts.append(_ball(piece, at, starts, seed, max_pieces, steps))
+            parts.append(_ball(piece, at, starts, seed, max_pieces, steps, retry))
         else:
             x, y = ascend(piece, starts, seed)[:2] if at is None else at
             parts.append(_box(piece, x, y, steps))
@@ -69,6 +71,7 @@ def _ball(
     seed: int,
     max_pieces: int,
     steps: int,
+    retry: bool,
 ) -> BatchBound:
     x, y, t = climb(reduced, torch.zeros_like(reduced.b[:, 0]) if point is None else point[1])
     owner = torch.arange(reduced.size, device=t.device)
@@ -76,7 +79,7 @@ def _ball(
     uncut = t.new_zeros(reduced.size, 0, y.shape[1])
     pieces = bound_pieces(reduced, t, uncut, none, none, y, owner, RECENTRINGS[:1], 0)
     rest = (pieces.excess > CLOSED * (t - reduced.nominal).abs()).nonzero()[:, 0]
-    if len(rest):
+    if retry and len(rest):
         if point is None:  # perhaps there is more to attain: several starts for these
             again = climb(reduced[rest], ascend(reduced[rest], starts, seed)[1])
             better = again[2] > t[rest]

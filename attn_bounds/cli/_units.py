@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from itertools import product
 from typing import Any
@@ -63,8 +64,16 @@ def run_units(args: argparse.Namespace, prompts: list[Any] | None = None) -> tup
     prompts = read_prompts(args.prompts) if args.prompts else args.token_ids or prompts
     if prompts is None:
         raise ArgumentError("prompts: expected either --prompts FILE or --token-ids, got neither")
-    if any(r < 0 for r in args.radii):
-        raise ArgumentError(f"radii: expected at least 0, got {min(args.radii):g}")
+    for radius in args.radii:
+        if not 0 <= radius < math.inf:
+            raise ArgumentError(f"radii: expected finite numbers of at least 0, got {radius:g}")
+    if args.readout < 0:
+        raise ArgumentError(f"readout: expected a seed of at least 0, got {args.readout}")
+    if args.jobs < 1:
+        raise ArgumentError(f"jobs: expected at least 1, got {args.jobs}")
+    for name in ("radii", "queries", "methods"):  # a unit named twice would be two rows of the same
+        if getattr(args, name) is not None:
+            setattr(args, name, list(dict.fromkeys(getattr(args, name))))
     prompts = [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
     model = shared_model(args.model, args.dtype, args.device)
     layers, heads = indices("layers", args.layers, model.layers), indices("heads", args.heads, model.heads)

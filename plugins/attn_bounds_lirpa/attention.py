@@ -18,8 +18,9 @@ from torch import Tensor
 
 from .base import RelaxedOp
 from .forms import ValueForms
+from .local import LocalHeads
 from .relaxations import attention_interval, weighted_sum_upper
-from .rows import bound_rows, nonzero_groups, value_rows
+from .rows import bound_rows, nonzero_groups, upper_bound_rows, value_rows
 
 
 def pair_indices(n_keys: int, device=None) -> tuple[Tensor, Tensor]:
@@ -171,27 +172,32 @@ class BoundAttentionMix(RelaxedOp):
         parameters[..., 2:].clamp_(0, 1)
 
     def upper_rows(self, rows, parameters):
-        slopes, bias = self._wide_upper(rows, parameters)
-        if self.local is not None and self.local.applies():
-            return self._with_local(rows, slopes, bias)
-        return slopes, bias
+        if self.local is not None and not self.local.is_current():
+            self.local = LocalHeads.find(self.network(), self.inputs[0], self, self.local.options)
+        if self.local is None or not self.local.applies():
+            return self._wide_upper(rows, parameters)
+        return self._with_local(rows, parameters)
 
-    def _with_local(self, rows, slopes, bias):
-        """Put the certificates' constant where a row reads one head at one query; never above the wide bound there.
+    def _with_local(self, rows, parameters):
+        """The certificates' constant where a row reads one head at one query; never above the wide bound there.
 
         A constant says all there is to say then: nothing else lies between the input and this row.
         """
         single = (rows != 0).any(-1).flatten(2).sum(-1).eq(1).all(1)  # (s,)
         if not single.any():
-            return slopes, bias
+            return self._wide_upper(rows, parameters)
         chosen = single.nonzero().squeeze(-1)
         constant, gap = self.local.upper(rows[chosen])
         if (gap > 1e-9 * (1 + constant.abs())).any():
             local, self.local = self.local, None
             try:
-                constant = torch.minimum(constant, bound_rows(self.network(), self, rows[chosen])[1])
+                constant = torch.minimum(constant, upper_bound_rows(self.network(), self, rows[chosen]))
             finally:
                 self.local = local
+        if single.all() and not parameters.requires_grad:
+            shapes = (rows.shape[:2] + source.lower.shape[1:] for source in self.inputs)
+            return tuple(rows.new_zeros(shape) for shape in shapes), round_up(constant, rows.dtype)
+        slopes, bias = self._wide_upper(rows, parameters)
         slopes = tuple(slope.index_fill(0, chosen, 0.0) for slope in slopes)
         return slopes, bias.index_copy(0, chosen, round_up(constant, bias.dtype))
 

@@ -42,6 +42,7 @@ class RelaxedOp(BoundOptimizableActivation):
 
     def clip_alpha(self):
         for parameters in self.alpha.values():
+            parameters.data.nan_to_num_(nan=0.5)  # after the gradient of a bound that overflowed
             self.clip(parameters.data)
 
     clip_alpha_ = clip_alpha  # its name in auto_LiRPA 0.3

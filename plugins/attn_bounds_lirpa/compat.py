@@ -22,7 +22,7 @@ def _repair_imports() -> None:
     import numpy
     import torch
 
-    if importlib.util.find_spec("numpy.lib.arraysetops") is None:
+    if "numpy.lib.arraysetops" not in sys.modules and importlib.util.find_spec("numpy.lib.arraysetops") is None:
         stand_in = types.ModuleType("numpy.lib.arraysetops")
         stand_in.isin = numpy.isin
         sys.modules["numpy.lib.arraysetops"] = stand_in
@@ -59,7 +59,12 @@ def _add_graph_methods() -> None:
     """Methods of newer BoundedModules that this package calls."""
     from auto_LiRPA import BoundedModule
 
-    named_members = BoundedModule._named_members
+    named_members, parameters = BoundedModule._named_members, BoundedModule.parameters
+
+    def parameters_or_inputs(self, recurse=True):
+        """Its backward pass reads the dtype off the first parameter; a graph without any has that of its inputs."""
+        found = list(parameters(self, recurse))
+        return iter(found or [node.value for node in self.roots() if node.value is not None])
 
     def _named_members(self, get_members_fn, prefix="", recurse=True, remove_duplicate=True):
         return named_members(self, get_members_fn, prefix, recurse)
@@ -80,7 +85,7 @@ def _add_graph_methods() -> None:
         self.output_name = [new.name if name == old.name else name for name in self.output_name]
         self.delete_node(old)
 
-    BoundedModule._named_members = _named_members
+    BoundedModule._named_members, BoundedModule.parameters = _named_members, parameters_or_inputs
     BoundedModule.nodes = lambda self: list(self._modules.values())
     BoundedModule.roots = lambda self: [self[name] for name in self.root_name]
     BoundedModule.delete_node, BoundedModule.replace_node = delete_node, replace_node

@@ -11,11 +11,12 @@ from .patch_conv import use_patch_convolutions
 from .softmax import BoundRepairedSoftmax
 
 
-def fuse_attention(network, max_rows: int = 1024, max_differences: int = 2000) -> dict:
+def fuse_attention(network, max_rows: int = 1024, max_differences: int = 2000, certificate: dict | None = None) -> dict:
     """Replace every MatMul -> scale -> mask -> Softmax -> MatMul of `network` (a BoundedModule) by two attention nodes.
 
     max_rows: largest number of extra backward rows that bound the values in a propagated direction (more: composition).
     max_differences: largest number of score differences that are bounded as rows of their own (more: the scores are).
+    certificate: options of the LOCAL regime's certificates, as {"max_pieces": 64} for tighter and slower ones.
     Returns {"fused": [names of the softmax nodes], "skipped": {name: why not}}.
     """
     report = {"fused": [], "skipped": {}}
@@ -26,7 +27,7 @@ def fuse_attention(network, max_rows: int = 1024, max_differences: int = 2000) -
         if isinstance(match, str):
             report["skipped"][softmax.name] = match
         else:
-            _replace(network, softmax, max_rows=max_rows, max_differences=max_differences, **match)
+            _replace(network, softmax, max_rows, max_differences, certificate, **match)
             report["fused"].append(softmax.name)
     return report
 
@@ -99,7 +100,7 @@ def _constant_operand(network, node):
     return None
 
 
-def _replace(network, softmax, scores, between, output, scale, mask, max_rows, max_differences):
+def _replace(network, softmax, max_rows, max_differences, certificate, scores, between, output, scale, mask):
     device = softmax.device
     options = softmax.options
     batch, heads, n_q, _ = scores.inputs[0].output_shape
@@ -116,13 +117,15 @@ def _replace(network, softmax, scores, between, output, scale, mask, max_rows, m
     network.replace_node(output, mix)
     for node in (softmax, *between, scores):
         network.delete_node(node)
-    mix.local = LocalHeads.find(network, differences, mix)
+    mix.local = LocalHeads.find(network, differences, mix, certificate)
 
 
-def attach(network, max_rows: int = 1024, max_differences: int = 2000) -> dict:
+def attach(network, max_rows: int = 1024, max_differences: int = 2000, certificate: dict | None = None) -> dict:
     """The sensible whole: fuse attention, repair every softmax that is left, and speed up patch embeddings.
+
+    The options are those of `fuse_attention`.
 
     Returns {"fused": [...], "skipped": {name: why}, "repaired": [...], "patches": [...]}.
     """
-    report = fuse_attention(network, max_rows=max_rows, max_differences=max_differences)
+    report = fuse_attention(network, max_rows, max_differences, certificate)
     return {**report, "repaired": repair_softmax(network), "patches": use_patch_convolutions(network)}

@@ -30,22 +30,26 @@ _TOKENWISE = (
     "BoundTranspose",
     "BoundIdentity",
 )
+DEFAULT = {"retry": False, "steps": 4}  # of attn_bounds' `lagrangian`; tighter and slower: {} or {"max_pieces": 64}
 _BLOCKED = -1e8  # masks at least this low take a key out
 
 
 class LocalHeads:
     """The heads of one fused attention as `AttentionHead`s, with the root node that holds their tokens."""
 
-    def __init__(self, root, heads: list[AttentionHead], keys: Tensor | None):
-        self.root, self.heads, self.keys = root, heads, keys
+    def __init__(self, root, heads: list[AttentionHead], keys: Tensor | None, constants: list, options: dict):
+        self.root, self.heads, self.keys, self.options = root, heads, keys, options
+        self.constants = [(node, node.forward().detach().clone()) for node in constants]  # what the heads were read off
 
     @classmethod
-    def find(cls, network, differences, mix) -> LocalHeads | None:
-        """The heads behind a fused attention, or None where the regime does not apply."""
+    def find(cls, network, differences, mix, options: dict | None = None) -> LocalHeads | None:
+        """The heads behind a fused attention, or None where the regime does not apply; options of the certificates."""
         if IS_03:
             return None
-        roots = [node for node in network.nodes() if node.name in network.input_name and node.perturbed]
-        if len(roots) != 1 or len(roots[0].output_shape) != 3 or roots[0].value.dtype != torch.float64:
+        roots = [node for node in network.roots() if type(node).__name__ == "BoundInput"]
+        if len(roots) != 1 or not roots[0].perturbed or len(roots[0].output_shape) != 3:
+            return None  # what another input holds may differ from call to call and between batch elements
+        if roots[0].value.dtype != torch.float64:
             return None  # weights read off float32 values would carry their rounding into an exact certificate
         root, sources = roots[0], [*differences.inputs, mix.inputs[1]]
         nodes = {}
@@ -65,7 +69,11 @@ class LocalHeads:
             weights = [part[0][h] for part in (q, k, v)]
             biases = [part[1][h] for part in (q, k, v)]
             heads.append(AttentionHead(*weights, None, *biases, scale=float(differences.scale)))
-        return cls(root, heads, keys)
+        return cls(root, heads, keys, _constants(nodes.values(), root), DEFAULT if options is None else options)
+
+    def is_current(self) -> bool:
+        """Whether the network's weights still are those that the heads were read off."""
+        return all(torch.equal(node.forward(), value) for node, value in self.constants)
 
     def applies(self) -> bool:
         """Whether the root's present region is one that the certificates know: token balls, or a box."""
@@ -80,7 +88,7 @@ class LocalHeads:
             problems.append(self._problem(b, h, i, rows[s, b, h, i].detach()))
         total, gap = rows.new_zeros(2, *rows.shape[:2], dtype=torch.float64)
         for (s, b, _, _), certificate in zip(
-            groups.tolist(), certify_many(problems, "lagrangian", steps=4), strict=True
+            groups.tolist(), certify_many(problems, "lagrangian", **self.options), strict=True
         ):
             total[s, b] += certificate.upper
             gap[s, b] += certificate.upper - certificate.lower
@@ -106,6 +114,20 @@ def _collect(node, root, nodes: dict) -> bool:
         return False
     nodes[node.name] = node
     return all(_collect(source, root, nodes) for source in node.inputs)
+
+
+def _constants(nodes, root) -> list:
+    """The parameters and buffers on which the operands of `nodes` rest."""
+    found, todo, seen = [], [source for node in nodes for source in node.inputs], {root.name}
+    while todo:
+        node = todo.pop()
+        if node.name in seen:
+            continue
+        seen.add(node.name)
+        todo.extend(node.inputs)
+        if type(node).__name__ in ("BoundParams", "BoundBuffers"):
+            found.append(node)
+    return found
 
 
 def _all_paths_through(network, root, mix, nodes: dict) -> bool:

@@ -24,6 +24,13 @@ def bound_rows(network, node, rows: Tensor) -> tuple[Tensor, Tensor]:
     return lower.reshape(rows.shape[1], -1).transpose(0, 1), upper.reshape(rows.shape[1], -1).transpose(0, 1)
 
 
+def upper_bound_rows(network, node, rows: Tensor) -> Tensor:
+    """The upper half of `bound_rows` alone (auto_LiRPA 0.7)."""
+    with paused(network):
+        _, upper = network.backward_general(node, rows.transpose(0, 1), bound_lower=False)
+    return upper.reshape(rows.shape[1], -1).transpose(0, 1)
+
+
 @contextmanager
 def paused(network):
     """Put aside what a running backward pass keeps on the nodes, and restore it."""

@@ -11,7 +11,8 @@ from attn_bounds_lirpa.compat import IS_03
 from attn_bounds_lirpa.forms import ValueForms
 from attn_bounds_lirpa.relaxations import attention_interval, softmax_lower, softmax_upper, weighted_sum_upper
 from auto_LiRPA import BoundedTensor
-from conftest import Attention, Block, attained, ball, convert, every_output, shaped
+
+from tests.lirpa.conftest import Attention, Block, attained, ball, convert, every_output, shaped
 
 pytestmark = pytest.mark.lirpa
 
@@ -148,7 +149,7 @@ def test_bounds_work_again_after_an_exception():
     network = convert(model, x)
     fuse_attention(network)
     before, _ = network.compute_bounds(x=(ball(x, 0.1),), C=every_output(x), method="CROWN")
-    with pytest.raises((RuntimeError, IndexError)):
+    with pytest.raises((RuntimeError, IndexError, AssertionError)):  # which one depends on the version
         network.compute_bounds(x=(ball(x, 0.1),), C=torch.randn(1, 2, 7), method="CROWN")
     after, _ = network.compute_bounds(x=(ball(x, 0.1),), C=every_output(x), method="CROWN")
     torch.testing.assert_close(before, after)

@@ -12,7 +12,8 @@ from attn_bounds_lirpa.relaxations import (
     softmax_of_scores_lower,
     softmax_of_scores_upper,
 )
-from conftest import ball, convert
+
+from tests.lirpa.conftest import ball, convert
 
 pytestmark = pytest.mark.lirpa
 stock = pytest.mark.skipif(not HAS_LSE_SOFTMAX, reason="this auto_LiRPA has no softmax operator of its own")

@@ -6,10 +6,10 @@ import pytest
 import torch
 from attn_bounds_lirpa import attach, swap_attention
 from attn_bounds_lirpa.swap import plain_attention
-from conftest import attained, ball, convert
 from torch import nn
 
 from attn_bounds.errors import UnsupportedModelError
+from tests.lirpa.conftest import attained, ball, convert
 
 pytestmark = pytest.mark.lirpa
 

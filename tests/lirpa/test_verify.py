@@ -22,17 +22,20 @@ from attn_bounds_abcrown.guard import install_guard  # noqa: E402
 from attn_bounds_abcrown.incomplete import Settings, Verifier  # noqa: E402
 from attn_bounds_abcrown.onnx_route import input_shape, load_onnx, onnx_to_torch  # noqa: E402
 from attn_bounds_abcrown.vnnlib_reader import read_vnnlib  # noqa: E402
-from conftest import Block, ball, convert  # noqa: E402
-from small_onnx import save_attention_network, vnnlib_text  # noqa: E402
+from attn_bounds_lirpa.compat import IS_03  # noqa: E402
 
 from attn_bounds.cli import main  # noqa: E402
 from attn_bounds.errors import ArgumentError  # noqa: E402
+from tests.lirpa.conftest import Block, ball, convert  # noqa: E402
+from tests.lirpa.small_onnx import save_attention_network, vnnlib_text  # noqa: E402
 
 pytestmark = pytest.mark.lirpa
 ROOT = Path(__file__).parents[2]
 VIT = Path(os.environ.get("ATTN_BOUNDS_VIT", ROOT.parent / "shared" / "vit"))
 CONFIGS = ROOT / "verify_configs"
 vit_data = pytest.mark.skipif(not VIT.is_dir(), reason="the ViT benchmark's files are not here (set ATTN_BOUNDS_VIT)")
+
+verifier = pytest.mark.skipif(IS_03, reason="the verifier needs auto_LiRPA 0.7")
 
 
 @pytest.fixture
@@ -45,6 +48,7 @@ def scores(path, x):
     return session.run(None, {"input": x.astype(np.float32)})[0]
 
 
+@verifier
 def test_the_converted_network_agrees_with_onnxruntime_at_every_batch_size(network_file, tmp_path):
     packed = tmp_path / "net.onnx.gz"
     packed.write_bytes(gzip.compress(network_file.read_bytes()))
@@ -127,6 +131,7 @@ def guarded(change):
     return network, C, region, flat(x)
 
 
+@verifier
 def test_the_guard_turns_nan_into_unknown():
     network, C, x, _ = guarded(lambda bounds: (bounds[0] * float("nan"), bounds[1] * float("nan")))
     lower, upper = network.compute_bounds(x=(x,), C=C, method="CROWN")
@@ -142,6 +147,7 @@ class Flat(torch.nn.Module):
         return self.inner(x)
 
 
+@verifier
 def test_the_guard_never_lets_a_bound_exceed_an_attained_value():
     torch.manual_seed(0)
     model, x = Flat(), torch.randn(1, 4, 6)
@@ -166,6 +172,7 @@ def instance(tmp_path, network_file, radius, label=None, name="p"):
     return write(tmp_path / f"{name}.vnnlib", text)
 
 
+@verifier
 def test_true_properties_are_verified_and_false_ones_refuted(network_file, tmp_path):
     verifier = Verifier(network_file, Settings(iterations=3, rows_iterations=2))
     assert verifier.verify(instance(tmp_path, network_file, 0.01)).word == "unsat"
@@ -180,6 +187,7 @@ def test_true_properties_are_verified_and_false_ones_refuted(network_file, tmp_p
     assert verifier.verify(instance(tmp_path, network_file, 1e-3), timeout=1e-9).word in ("unsat", "timeout")
 
 
+@verifier
 @pytest.mark.parametrize("config", ["vit.yaml", "vit_repaired.yaml"])
 def test_the_command_writes_results_and_resumes(network_file, tmp_path, capsys, monkeypatch, config):
     monkeypatch.delenv("ATTN_BOUNDS_ABCROWN", raising=False)
