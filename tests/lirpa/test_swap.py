@@ -74,7 +74,7 @@ class Functional(nn.Module):
         self.qkv = nn.Linear(12, 36)
 
     def forward(self, x):
-        q, k, v = (part.reshape(-1, x.shape[1], 3, 4).permute(0, 2, 1, 3) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = (part.reshape(-1, x.shape[1], 3, 4).permute(0, 2, 1, 3) for part in self.qkv(x).chunk(3, 2))
         return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).permute(0, 2, 1, 3)
 
 
