@@ -453,16 +453,7 @@ class Piece:
         low, high = self.range_of(left, frame.times(left))
         low, high = low - abs(kappa) * most, high + abs(kappa) * most
         c, spare = V + (low + high) / 2, (high - low) / 2
-        size = [root(sum((frame.W[i, i] for i in rows), ZERO)) for rows in (range(h), range(h, 2 * h))]
-        even = arb(float(size[1]) / max(float(size[0]), 1e-300)) if size[1] > 0 else ONE
-        for i in range(h):
-            T[i][h + i] += p * c
-            T[h + i][i] += p * c
-            T[i][i] += p * spare * even
-            T[h + i][h + i] += p * spare / even
-        for i in range(frame.N):
-            T[i][2 * h] += p * beta[i]
-            T[2 * h][i] += p * beta[i]
+        add_own_products(T, frame, p, c, spare, beta)
         return 2 * p * kappa, cost
 
     def _curvature(self, j: int, Z: arb) -> tuple[arb, arb] | None:
@@ -555,3 +546,18 @@ class Piece:
         near = (u1 - size * a1 + 2 * R * D + A * s - B * root(2 * R * s)).lower()
         assert rate is not None
         return rate.min(near).lower()
+
+
+def add_own_products(T: list[list[arb]], frame: Frame, p: arb, c: arb, spare: arb, beta: list[arb]) -> None:
+    """Add the own key's bilinear part to the query's Hessian T: c of it exactly, `spare` by its squares; and x y."""
+    h = frame.h
+    size = [root(sum((frame.W[i, i] for i in rows), ZERO)) for rows in (range(h), range(h, 2 * h))]
+    even = arb(float(size[1]) / max(float(size[0]), 1e-300)) if size[1] > 0 else ONE
+    for i in range(h):
+        T[i][h + i] += p * c
+        T[h + i][i] += p * c
+        T[i][i] += p * spare * even
+        T[h + i][h + i] += p * spare / even
+    for i in range(frame.N):
+        T[i][2 * h] += p * beta[i]
+        T[2 * h][i] += p * beta[i]

@@ -12,7 +12,7 @@ import numpy as np
 from flint import arb, arb_mat
 
 from .facts import Facts, column, dot, root, size
-from .lagrangian import INFINITE, ONE, ZERO, Frame, phi, preconditioned, problem_row, top_of
+from .lagrangian import INFINITE, ONE, ZERO, Frame, add_own_products, phi, preconditioned, problem_row, top_of
 
 Vector = list[arb]
 
@@ -302,18 +302,7 @@ class _Box:
         return (dot(h, first) + square(found[0]) / (1 - found[1]) - square(plain[0]) / (1 + plain[1])) / 2
 
     def _own(self, T: list[Vector]) -> None:
-        frame, h, p = self.frame, self.frame.h, self.p[-1]
-        c, spare, beta = self.c[-1], self.spare[-1], self.coef[-1]
-        sizes = [root(sum((frame.W[i, i] for i in rows), ZERO)) for rows in (range(h), range(h, 2 * h))]
-        even = arb(float(sizes[1]) / max(float(sizes[0]), 1e-300)) if sizes[1] > 0 else ONE
-        for i in range(h):
-            T[i][h + i] += p * c
-            T[h + i][i] += p * c
-            T[i][i] += p * spare * even
-            T[h + i][h + i] += p * spare / even
-        for i in range(frame.N):
-            T[i][2 * h] += p * beta[i]
-            T[2 * h][i] += p * beta[i]
+        add_own_products(T, self.frame, self.p[-1], self.c[-1], self.spare[-1], self.coef[-1])
 
 
 def _split(e: Vector, at: Vector, half: Vector) -> tuple[Vector, Vector, arb]:
