@@ -77,6 +77,7 @@ def affine_upper_bounds(
 
 def _padded(reduced: Reduced, query: bool) -> Reduced:
     """The same problems with one more coordinate, in which nothing but a slope can point."""
+
     def pad(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor, torch.zeros_like(tensor[..., :1])], -1)
 

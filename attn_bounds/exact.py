@@ -336,6 +336,4 @@ def exact_lists(problem: HeadProblem) -> ListMaximum:
     if row is not None:
         points[row] = queries[top]
     tokens = torch.stack(points)
-    return ListMaximum(
-        upper, 2 * margin, tokens[: problem.n], tokens[problem.n] if len(lists) > problem.n else None
-    )
+    return ListMaximum(upper, 2 * margin, tokens[: problem.n], tokens[problem.n] if len(lists) > problem.n else None)

@@ -103,8 +103,9 @@ class _Box:
     def _ranges(self) -> None:
         """Ranges of the parts of every score's change, as `_majorant.ranges`."""
         facts, frame = self.facts, self.frame
-        absolute = [arb_mat([[abs(f[i, j]) for j in range(f.ncols())] for i in range(f.nrows())]) for f in
-                    (facts.fq, facts.fk)]
+        absolute = [
+            arb_mat([[abs(f[i, j]) for j in range(f.ncols())] for i in range(f.nrows())]) for f in (facts.fq, facts.fk)
+        ]
         qy = times(absolute[0], self.ry)
         m_y = times(facts.fk.transpose(), self.fqy)
         fq_t = facts.fq.transpose()
@@ -133,10 +134,12 @@ class _Box:
             far = far + reach(self.plain[j], self.ry) + most
             moved = moved + dot(self.plain[j], self.y)
             self.bilinear.append((low, high))
-            self.score.append((
-                (-far - moved).max(key[0] + self.query[j][0] + low).lower(),
-                (far - moved).min(key[1] + self.query[j][1] + high).upper(),
-            ))
+            self.score.append(
+                (
+                    (-far - moved).max(key[0] + self.query[j][0] + low).lower(),
+                    (far - moved).min(key[1] + self.query[j][1] + high).upper(),
+                )
+            )
 
     def _constants(self) -> None:
         """kappa, c and spare of every key, the linear charges and their cost, as `_majorant.constants`."""
@@ -239,8 +242,7 @@ class _Box:
             pushed = times(Y, seen_first)
             total += (dot(residual, first) + dot(seen_first, pushed)) / 2
             solved = [
-                f + i * (pushed[0] * a + pushed[1] * b)
-                for f, i, a, b in zip(first, d_inv, self.alpha, u, strict=True)
+                f + i * (pushed[0] * a + pushed[1] * b) for f, i, a, b in zip(first, d_inv, self.alpha, u, strict=True)
             ]
             gain = 2 * p[j] * self.kappa[j] * dot(self.alpha, solved) + p[j] * dot(u, solved)
             onto = [o + gain * b for o, b in zip(onto, self.coef[j], strict=True)]
@@ -321,9 +323,7 @@ def _split(e: Vector, at: Vector, half: Vector) -> tuple[Vector, Vector, arb]:
 
 def _room(mult: Vector, at: Vector, half: Vector) -> arb:
     """Half of sum mult (1 - (at / half)^2)."""
-    return sum(
-        (m * (1 - (x / r) ** 2) if r > 0 else m for m, x, r in zip(mult, at, half, strict=True)), ZERO
-    ) / 2
+    return sum((m * (1 - (x / r) ** 2) if r > 0 else m for m, x, r in zip(mult, at, half, strict=True)), ZERO) / 2
 
 
 def _whitener(W: arb_mat) -> arb_mat:

@@ -75,8 +75,16 @@ def cut_directions(centre: Centre, count: int) -> torch.Tensor:
 
 
 def bound_pieces(
-    reduced: Reduced, t: torch.Tensor, directions: torch.Tensor, low: torch.Tensor, high: torch.Tensor,
-    y: torch.Tensor, owner: torch.Tensor, taus: tuple[float, ...], steps: int, start: torch.Tensor | None = None,
+    reduced: Reduced,
+    t: torch.Tensor,
+    directions: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    y: torch.Tensor,
+    owner: torch.Tensor,
+    taus: tuple[float, ...],
+    steps: int,
+    start: torch.Tensor | None = None,
 ) -> Pieces:
     """Bound f - t on pieces centred at y (P, k): all arguments have one row per piece, `owner` included."""
     R = reduced.query_radius[:, None]
@@ -87,9 +95,7 @@ def bound_pieces(
     for tau in taus:
         shift = recentring(centre, tau)
         maj, good = eliminated(centre, shift, region)
-        quad = Quadratic(
-            maj.q0, maj.gq * R, maj.T * (R * R)[..., None], maj.at[1], directions, low, high
-        )
+        quad = Quadratic(maj.q0, maj.gq * R, maj.T * (R * R)[..., None], maj.at[1], directions, low, high)
         lam = torch.linalg.vector_norm(quad.g, dim=-1)
         floor = 1e-14 * (centre.p * centre.V.abs()).sum(1) + 1e-300
         mult = torch.cat([torch.maximum(lam, floor)[:, None], torch.zeros_like(low)], 1)
@@ -202,7 +208,15 @@ def _children(reduced: Reduced, t: torch.Tensor, parent: Pieces, directions: tor
     both = torch.cat([rows, rows])
     y = _into(parent.centre[both] / R[both].clamp_min(1e-300), E[both], lo, hi) * R[both]
     found = bound_pieces(
-        red[both], t[parent.owner][both], E[both], lo, hi, y, parent.owner[both], (0.05,), steps,
+        red[both],
+        t[parent.owner][both],
+        E[both],
+        lo,
+        hi,
+        y,
+        parent.owner[both],
+        (0.05,),
+        steps,
         start=parent.mult[both],
     )
     worse = found.excess > parent.excess[both]  # what holds on the parent holds on its parts

@@ -219,10 +219,23 @@ def eliminated(centre: Centre, shift: torch.Tensor, region: QueryRegion) -> tupl
     empty = T.new_zeros(red.size, 0, red.u.shape[1])
     none = T.new_zeros(red.size, 0)
     maj = Majorant(
-        q0=q0, g=empty, gq=gq, plane=torch.stack([centre.alpha, red.u], 1), block=T.new_zeros(red.size, 0, 2, 2),
-        rest=none, couple=T.new_zeros(red.size, 0, 2), c=none, beta=T.new_zeros(red.size, 0, T.shape[1]), features=None,
-        T=T, spread=T.new_zeros(red.size, 1), fq=red.fq, fk=red.fk, key_radius=T.new_zeros(red.size, 0, 1),
-        query_radius=ry, at=(empty, torch.where(ry > 0, y / ry.clamp_min(1e-300), torch.zeros_like(y))),
+        q0=q0,
+        g=empty,
+        gq=gq,
+        plane=torch.stack([centre.alpha, red.u], 1),
+        block=T.new_zeros(red.size, 0, 2, 2),
+        rest=none,
+        couple=T.new_zeros(red.size, 0, 2),
+        c=none,
+        beta=T.new_zeros(red.size, 0, T.shape[1]),
+        features=None,
+        T=T,
+        spread=T.new_zeros(red.size, 1),
+        fq=red.fq,
+        fk=red.fk,
+        key_radius=T.new_zeros(red.size, 0, 1),
+        query_radius=ry,
+        at=(empty, torch.where(ry > 0, y / ry.clamp_min(1e-300), torch.zeros_like(y))),
     )
     return maj, good
 

@@ -204,9 +204,7 @@ def reach_of_length(radius: torch.Tensor, kind: str) -> torch.Tensor:
     return radius[..., 0] if kind == "ball" else torch.linalg.vector_norm(radius, dim=-1)
 
 
-def majorant(
-    centre: Centre, shift: torch.Tensor, const: Constants, balance: torch.Tensor | None = None
-) -> Majorant:
+def majorant(centre: Centre, shift: torch.Tensor, const: Constants, balance: torch.Tensor | None = None) -> Majorant:
     """Build the majorant of Phi_t around a centre, with `shift` (B, k) taken off all scores."""
     red, p, V = centre.reduced, centre.p, centre.V
     K = red.n - red.own

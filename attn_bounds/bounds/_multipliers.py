@@ -152,7 +152,6 @@ class Eliminated:
         pushed = (seen[..., None, :] @ self.solved[:, None].transpose(3, 4))[..., 0, :]
         return first + (pushed @ self.maj.plane[:, None]) * self.d_inv[:, None]
 
-
     def noise(self, keys: torch.Tensor, query: torch.Tensor, step_keys: torch.Tensor) -> torch.Tensor:
         """What rounding may have done to h . (Lambda - H)^{-1} h, (B,), for h the first right-hand side solved.
 

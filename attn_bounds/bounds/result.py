@@ -15,9 +15,7 @@ class BatchBound:
     upper: torch.Tensor  # (B,) rounding included
     inflation: torch.Tensor  # (B,) the part of `upper` that pays for rounding only
     witness: dict[str, Any] = field(default_factory=dict)  # tensors with leading dimension B, or lists of length B
-    point: tuple[torch.Tensor, torch.Tensor] | None = (
-        None  # x (B, n - own, m), y (B, k)
-    )
+    point: tuple[torch.Tensor, torch.Tensor] | None = None  # x (B, n - own, m), y (B, k)
     reason: list[str | None] | None = None
 
     def witness_of(self, index: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .base import RelaxedOp
+from .bilinear import JointScores
 from .forms import ValueForms
 from .local import LocalHeads
 from .relaxations import attention_interval, weighted_sum_upper
@@ -53,14 +54,20 @@ class BoundScoreDifferences(RelaxedOp):
 
     With `pairs=False` the scores themselves, (b, h, n_q, n_k): fewer rows, for long sequences.
     Inputs q (b, h, n_q, c) and k transposed (b, h, c, n_k). Each product of coordinates is bounded by a mix of the two
-    facets of its envelope, weight rho.
+    facets of its envelope, weight rho; where the input region is a box and the work is bearable, all of them together
+    by their joint remainder (see `bilinear`), and a weight mixes the two bounds.
     """
 
-    def __init__(self, attr=None, inputs=None, output_index=0, options=None, scale=1.0, mask=None, pairs=True):
+    def __init__(
+        self, attr=None, inputs=None, output_index=0, options=None, scale=1.0, mask=None, pairs=True, network=None
+    ):
         super().__init__(attr, inputs, output_index, options)
         self.scale = scale
         self.pairs = pairs
         self.mask = mask
+        self.network = weakref.ref(network) if network is not None else lambda: None
+        self.max_work = 4 * 10**9  # multiplications of the joint remainders; beyond it, McCormick's planes alone
+        self.known_joint = None
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         s = self.scale * q.matmul(k)
@@ -87,38 +94,75 @@ class BoundScoreDifferences(RelaxedOp):
         middle = middle[..., other] - middle[..., j]
         return middle - abs(self.scale) * radius, middle + abs(self.scale) * radius
 
-    def parameter_shape(self):
+    def parameter_shape(self):  # rho for every coordinate, and the weight of McCormick's planes against the joint one
         q, k = self.inputs[0].lower, self.inputs[1].lower
-        return (q.shape[1], q.shape[2], k.shape[3], q.shape[3])
+        return (q.shape[1], q.shape[2], k.shape[3], q.shape[3] + 1)
 
     def default_parameters(self, like):
-        return like.new_full((1, 1, 1, 1, 1), 0.5)
+        width = self.inputs[0].lower.shape[3]
+        return torch.cat([like.new_full((width,), 0.5), like.new_full((1,), 0.1)]).expand(1, 1, 1, 1, -1)
 
     def upper_rows(self, rows, parameters):
-        q_lo, q_hi = self.inputs[0].lower, self.inputs[0].upper
-        k_lo, k_hi = self.inputs[1].lower.transpose(-1, -2), self.inputs[1].upper.transpose(-1, -2)
-        on_scores = self._rows_on_scores(rows, k_lo.shape[-2])
+        on_scores = self._rows_on_scores(rows, self.inputs[1].lower.shape[-1])
         bias = 0 if self.mask is None else (on_scores * self.mask.to(rows)).flatten(2).sum(-1)
         a = on_scores * self.scale  # (s, b, h, i, j)
+        joint = self._joint(parameters.requires_grad)
+        if parameters.shape[2:-1].numel() == 1:  # the defaults
+            (slope_q, slope_k), inner = self._tangent_planes(a, rows * self.scale, joint)
+        elif joint is None:
+            (slope_q, slope_k), inner = self._facets(a, parameters[..., :-1])
+        else:  # a mix of two upper bounds
+            weight = parameters[..., -1].mean(-1)[..., None]  # (s, b, h, i, 1)
+            facets, of_facets = self._facets(weight * a, parameters[..., :-1])
+            tangent, of_tangent = self._tangent_planes((1 - weight) * a, (1 - weight) * rows * self.scale, joint)
+            slope_q, slope_k = (one + other for one, other in zip(facets, tangent, strict=True))
+            inner = of_facets + of_tangent
+        return (slope_q, slope_k.transpose(-1, -2)), bias + inner.flatten(2).sum(-1)
+
+    def _joint(self, optimising: bool) -> JointScores | None:
+        """The joint remainders, computed anew when the bounds they rest on got better."""
+        network, known = self.network(), self.known_joint
+        if network is None or not self.pairs:
+            return None
+        batch, n_keys = self.inputs[0].lower.shape[0], self.inputs[1].lower.shape[-1]
+        if known is None or not known.holds() or not self._is_fresh(known, optimising):
+            if not JointScores.applies(network, self, n_keys * (n_keys - 1) // 2, self.max_work):
+                return None
+            with torch.no_grad():
+                known = self.known_joint = JointScores(network, self, pair_indices(n_keys, self.inputs[0].lower.device))
+        return known if known.is_bound and known.query.shape[0] in (1, batch) else None
+
+    def _is_fresh(self, known: JointScores, optimising: bool) -> bool:
+        """In an optimisation's steps, and for a batch of parts of one region, what is known is good enough."""
+        return (
+            optimising or known.query.shape[0] != self.inputs[0].lower.shape[0] or known.is_newest(self.network(), self)
+        )
+
+    def _tangent_planes(self, a, rows, joint):
+        """Slopes in q and k, and constants (s, b, h, i), of the planes that touch q . k in the middle."""
+        q_lo, q_hi = self.inputs[0].lower, self.inputs[0].upper
+        k_lo, k_hi = (t.transpose(-1, -2) for t in (self.inputs[1].lower, self.inputs[1].upper))
+        q, k = ((q_lo + q_hi) / 2, (k_lo + k_hi) / 2) if joint is None else (joint.query, joint.key)
+        dq, dk = torch.maximum(q_hi - q, q - q_lo), torch.maximum(k_hi - k, k - k_lo)
+        slack = (a.abs() * dq.matmul(dk.transpose(-1, -2))).sum(-1)
+        if joint is not None:
+            slack = torch.minimum(slack, (rows.clamp(min=0) * joint.above + rows.clamp(max=0) * joint.below).sum(-1))
+        return (a.matmul(k), a.transpose(-1, -2).matmul(q)), slack - (a * q.matmul(k.transpose(-1, -2))).sum(-1)
+
+    def _facets(self, a, rho):
+        """The same for a mix of the two facets of every product's envelope, rho (s, b, h, i, j, c)."""
+        q_lo, q_hi = self.inputs[0].lower, self.inputs[0].upper
+        k_lo, k_hi = (t.transpose(-1, -2) for t in (self.inputs[1].lower, self.inputs[1].upper))
         dq, dk = q_hi - q_lo, k_hi - k_lo
-        if parameters.numel() == 1:
-            q, k = (q_lo + q_hi) / 2, (k_lo + k_hi) / 2
-            slope_q, slope_k = a.matmul(k), a.transpose(-1, -2).matmul(q)
-            inner = q.matmul(k.transpose(-1, -2))
-            slack = dq.matmul(dk.transpose(-1, -2)) / 4
-            bias = bias + (a.abs() * slack - a * inner).flatten(2).sum(-1)
-        else:
-            rho = parameters  # (s, b, h, i, j, c)
-            m = q_lo.unsqueeze(-2) + rho * dq.unsqueeze(-2)
-            pos, neg = a.clamp(min=0), a.clamp(max=0)
-            g_pos = k_hi.unsqueeze(-3) - rho * dk.unsqueeze(-3)
-            g_neg = k_lo.unsqueeze(-3) + rho * dk.unsqueeze(-3)
-            slope_k = torch.einsum("sbhij,sbhijc->sbhjc", a, m)
-            slope_q = torch.einsum("sbhij,sbhijc->sbhic", pos, g_pos) + torch.einsum("sbhij,sbhijc->sbhic", neg, g_neg)
-            slack = (rho * (1 - rho) * dq.unsqueeze(-2) * dk.unsqueeze(-3)).sum(-1)
-            inner = pos * (slack - (m * g_pos).sum(-1)) - neg * (slack + (m * g_neg).sum(-1))
-            bias = bias + inner.flatten(2).sum(-1)
-        return (slope_q, slope_k.transpose(-1, -2)), bias
+        m = q_lo.unsqueeze(-2) + rho * dq.unsqueeze(-2)
+        pos, neg = a.clamp(min=0), a.clamp(max=0)
+        g_pos = k_hi.unsqueeze(-3) - rho * dk.unsqueeze(-3)
+        g_neg = k_lo.unsqueeze(-3) + rho * dk.unsqueeze(-3)
+        slope_k = torch.einsum("sbhij,sbhijc->sbhjc", a, m)
+        slope_q = torch.einsum("sbhij,sbhijc->sbhic", pos, g_pos) + torch.einsum("sbhij,sbhijc->sbhic", neg, g_neg)
+        slack = (rho * (1 - rho) * dq.unsqueeze(-2) * dk.unsqueeze(-3)).sum(-1)
+        inner = pos * (slack - (m * g_pos).sum(-1)) - neg * (slack + (m * g_neg).sum(-1))
+        return (slope_q, slope_k), inner.sum(-1)
 
     def _rows_on_scores(self, rows, n_keys):
         if not self.pairs:

@@ -17,30 +17,48 @@ from .rows import paused
 _CHUNK = 1 << 24  # numbers in one block of composed coefficients
 
 
+def affine_forms(network, node) -> tuple[Tensor, Tensor, list[tuple]]:
+    """Forms l(x) <= v <= u(x) of every coordinate v of a node, valid for the bounds that the network has now.
+
+    Returns the constants of l and u, (b, size) each, and (root, coefficients of l, of u), (size, b, *inputs) each, for
+    every perturbed root.
+    """
+    shape = node.output_shape[1:]
+    batch, size = node.lower.shape[0], shape.numel()
+    eye = torch.eye(size, device=node.lower.device, dtype=node.lower.dtype)
+    with paused(network), torch.no_grad():
+        rows = eye.view(1, size, *shape).expand(batch, *([-1] * (1 + len(shape))))
+        lower, upper = (bound.reshape(batch, size) for bound in backward(network, node, rows))
+        parts = []
+        for root in network.roots():
+            if getattr(root, "perturbation", None) is None or root.lA is None:
+                continue
+            part = (root, root.lA.detach(), root.uA.detach())
+            parts.append(part)
+            lower = lower - concretized(root, part[1].flatten(2).transpose(0, 1), -1)
+            upper = upper - concretized(root, part[2].flatten(2).transpose(0, 1), 1)
+    return lower, upper, parts
+
+
+def concretized(root, a: Tensor, sign: int) -> Tensor:
+    """Extreme value of a . x over the root's region; a (b, m, inputs), result (b, m)."""
+    bound = root.perturbation.concretize(root.center, a, sign=sign, aux=root.aux)
+    return bound.reshape(a.shape[0], a.shape[1])
+
+
 class ValueForms:
     """Forms of a node v (b, h, j, c) over a network's perturbed roots, valid for the bounds it was computed with."""
 
     def __init__(self, network, node):
         self.key = region_key(network, node)
         self.ellipsoids = None
-        shape = node.output_shape[1:]
-        batch, size = node.lower.shape[0], shape.numel()
-        eye = torch.eye(size, device=node.lower.device, dtype=node.lower.dtype)
-        with paused(network), torch.no_grad():
-            rows = eye.view(1, size, *shape).expand(batch, *([-1] * (1 + len(shape))))
-            lower, upper = backward(network, node, rows)
-            lower, upper = lower.reshape(batch, size), upper.reshape(batch, size)
-            self.parts = []
-            for root in network.roots():
-                if getattr(root, "perturbation", None) is None or root.lA is None:
-                    continue
-                part = _Part(root, root.lA.detach(), root.uA.detach())
-                self.parts.append(part)
-                lower = lower - part.concretize(part.lower.flatten(2).transpose(0, 1), -1)
-                upper = upper - part.concretize(part.upper.flatten(2).transpose(0, 1), 1)
+        shape, batch = node.output_shape[1:], node.lower.shape[0]
+        lower, upper, coefficients = affine_forms(network, node)
+        self.parts = [_Part(*part) for part in coefficients]
         self.bias = lower.view(batch, *shape), upper.view(batch, *shape)
         for part in self.parts:
             part.split(shape)
+            self.bias = tuple(bias + at for bias, at in zip(self.bias, part.at_centre, strict=True))
 
     def range(self, directions: Tensor, head: int, key: int) -> tuple[Tensor, Tensor]:
         """Lower and upper bound of directions . v[head, key]; directions (m, b, c), results (m, b)."""
@@ -54,9 +72,8 @@ class ValueForms:
         low = (pos * low_bias + neg * high_bias).sum(-1)
         high = (pos * high_bias + neg * low_bias).sum(-1)
         for part in self.parts:
-            a_low, a_high = part.compose(directions, pos, neg, head, key)
-            low = low + part.concretize(a_low, -1, head, key).transpose(0, 1)
-            high = high + part.concretize(a_high, 1, head, key).transpose(0, 1)
+            least, most = part.extremes(directions, pos, neg, head, key)
+            low, high = low + least.transpose(0, 1), high + most.transpose(0, 1)
         return low, high
 
     def work(self, count: int) -> int:
@@ -84,29 +101,23 @@ class ValueForms:
         part, (low_bias, high_bias) = self.parts[0], self.bias
         centre, factor, error = [], [], []
         for (head, key), (low, high) in part.blocks.items():
-            used = part.columns[head, key]
-            x0, radius = part.middle[:, used], part.radius[:, used]
-            form = (low + high) / 2 * radius.unsqueeze(1)  # (b, c, x)
+            form = (low + high) / 2  # (b, c, x), in units of the box
             lower, upper = low_bias[:, head, key], high_bias[:, head, key]
-            gap = torch.einsum("bcx,bx->bc", high - low, x0) + ((high - low).abs() * radius.unsqueeze(1)).sum(-1)
             weights = form.abs().mean(1, keepdim=True) + torch.finfo(form.dtype).tiny
             weights = weights / weights.sum(-1, keepdim=True)
             # L = F R W^-1/2 has as many columns as inputs; its QR factor R^T has the same products and c columns
             triangle = torch.linalg.qr((form / weights.sqrt()).transpose(-1, -2), mode="r")[1]
             square = form.new_zeros(form.shape[0], form.shape[1], form.shape[1])
             square[:, : triangle.shape[1]] = triangle
-            centre.append(torch.einsum("bcx,bx->bc", (low + high) / 2, x0) + (lower + upper) / 2)
+            centre.append((lower + upper) / 2)
             factor.append(square.transpose(-1, -2) * (1 + 1e-5))
-            error.append((gap + upper - lower).clamp(min=0) / 2)
+            error.append(((high - low).abs().sum(-1) + upper - lower).clamp(min=0) / 2)
         heads, keys = low_bias.shape[1:3]
         return tuple(torch.stack(part, 1).unflatten(1, (heads, keys)) for part in (centre, factor, error))
 
     def fits(self, network, node) -> bool:
         """Whether the forms were computed with the bounds that the network has now."""
-        now = region_key(network, node)
-        return len(now) == len(self.key) and all(
-            a.shape == b.shape and torch.equal(a, b) for a, b in zip(now, self.key, strict=True)
-        )
+        return same_bounds(region_key(network, node), self.key)
 
 
 def region_key(network, node) -> list[Tensor]:
@@ -124,30 +135,45 @@ def region_key(network, node) -> list[Tensor]:
     return key
 
 
+def is_box(root) -> bool:
+    """Whether the root's region is a plain box."""
+    perturbation = root.perturbation
+    constrained = getattr(perturbation, "constraints", None) is not None
+    return type(perturbation) is PerturbationLpNorm and perturbation.norm == float("inf") and not constrained
+
+
+def same_bounds(one: list[Tensor], other: list[Tensor]) -> bool:
+    """Whether two region keys are equal, tensor by tensor."""
+    return len(one) == len(other) and all(
+        a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
+
+
 class _Part:
     """The coefficients on one root."""
 
     def __init__(self, root, lower: Tensor, upper: Tensor):
         self.root, self.lower, self.upper = root, lower, upper
         self.exact = torch.equal(lower, upper)
-        self.columns: dict[tuple[int, int], Tensor | None] = {}
-        perturbation = root.perturbation
-        constrained = getattr(perturbation, "constraints", None) is not None
-        self.box = type(perturbation) is PerturbationLpNorm and perturbation.norm == float("inf") and not constrained
+        self.box = is_box(root)
 
     def split(self, shape) -> None:
-        """Arrange the coefficients as (h, j, b, c, inputs) and find, for boxes, the inputs that each key reads."""
+        """Arrange the coefficients as (h, j, b, c, inputs); for a box in its units, on the inputs that each key reads.
+
+        `at_centre` holds what then has to be added to the constants of the lower and upper forms, (b, h, j, c) each.
+        """
         lower, upper = (t.flatten(2).view(*shape, t.shape[1], -1).transpose(2, 3) for t in (self.lower, self.upper))
-        self.middle = ((self.root.lower + self.root.upper) / 2).flatten(1)
-        self.radius = ((self.root.upper - self.root.lower) / 2).flatten(1)
-        self.blocks = {}
+        self.blocks, self.at_centre = {}, (0.0, 0.0)
+        if self.box:
+            middle = ((self.root.lower + self.root.upper) / 2).flatten(1)
+            radius = ((self.root.upper - self.root.lower) / 2).flatten(1)
+            self.at_centre = tuple(torch.einsum("hjbcx,bx->bhjc", t, middle) for t in (lower, upper))
         for head in range(shape[0]):
             for key in range(shape[1]):
                 low, high = lower[head, key], upper[head, key]
                 if self.box:
                     used = ((low != 0) | (high != 0)).any(0).any(0).nonzero().squeeze(-1)
-                    low, high = low[..., used], high[..., used]
-                    self.columns[head, key] = used
+                    low, high = (t[..., used] * radius[:, used].unsqueeze(1) for t in (low, high))
                 self.blocks[head, key] = low, high
         self.lower = self.upper = None
 
@@ -157,22 +183,18 @@ class _Part:
     def total_width(self) -> int:
         return sum(low.shape[-1] for low, _ in self.blocks.values()) // max(1, len({head for head, _ in self.blocks}))
 
-    def compose(self, directions, pos, neg, head, key):
-        """Coefficients (b, m, inputs) of the lower and the upper form of each direction."""
+    def extremes(self, directions, pos, neg, head, key) -> tuple[Tensor, Tensor]:
+        """Least and greatest value over the root's region of the forms composed for each direction, (b, m) each."""
         low, high = self.blocks[head, key]
         if self.exact:
             both = torch.einsum("mbc,bcx->bmx", directions, low)
-            return both, both
-        return (
-            torch.einsum("mbc,bcx->bmx", pos, low) + torch.einsum("mbc,bcx->bmx", neg, high),
-            torch.einsum("mbc,bcx->bmx", pos, high) + torch.einsum("mbc,bcx->bmx", neg, low),
-        )
+            if self.box:
+                spread = both.abs().sum(-1)
+                return -spread, spread
+            return self._extreme(both, -1), self._extreme(both, 1)
+        least = torch.einsum("mbc,bcx->bmx", pos, low) + torch.einsum("mbc,bcx->bmx", neg, high)
+        most = torch.einsum("mbc,bcx->bmx", pos, high) + torch.einsum("mbc,bcx->bmx", neg, low)
+        return self._extreme(least, -1), self._extreme(most, 1)
 
-    def concretize(self, a: Tensor, sign: int, head=None, key=None) -> Tensor:
-        """Extreme value of a . x over the root's region; a (b, m, inputs), result (b, m)."""
-        if self.box and head is not None:
-            used = self.columns[head, key]
-            centre = torch.einsum("bmx,bx->bm", a, self.middle[:, used])
-            return centre + sign * torch.einsum("bmx,bx->bm", a.abs(), self.radius[:, used])
-        bound = self.root.perturbation.concretize(self.root.center, a, sign=sign, aux=self.root.aux)
-        return bound.reshape(a.shape[0], a.shape[1])
+    def _extreme(self, a: Tensor, sign: int) -> Tensor:
+        return sign * a.abs().sum(-1) if self.box else concretized(self.root, a, sign)

@@ -108,7 +108,7 @@ def _replace(network, softmax, max_rows, max_differences, certificate, scores, b
     count = n_k * (n_k - 1) // 2
     pairs = heads * n_q * count <= max_differences
     sources = [scores.inputs[0], scores.inputs[1]]
-    differences = BoundScoreDifferences({"device": device}, sources, 0, options, scale, mask, pairs)
+    differences = BoundScoreDifferences({"device": device}, sources, 0, options, scale, mask, pairs, network)
     sources = [differences, output.inputs[1]]
     mix = BoundAttentionMix({"device": device}, sources, 0, options, network, max_rows, pairs)
     shapes = torch.Size((batch, heads, n_q, count if pairs else n_k)), output.output_shape

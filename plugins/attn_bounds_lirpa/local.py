@@ -69,7 +69,7 @@ class LocalHeads:
             weights = [part[0][h] for part in (q, k, v)]
             biases = [part[1][h] for part in (q, k, v)]
             heads.append(AttentionHead(*weights, None, *biases, scale=float(differences.scale)))
-        return cls(root, heads, keys, _constants(nodes.values(), root), DEFAULT if options is None else options)
+        return cls(root, heads, keys, constants_behind(nodes.values(), root), DEFAULT if options is None else options)
 
     def is_current(self) -> bool:
         """Whether the network's weights still are those that the heads were read off."""
@@ -116,7 +116,7 @@ def _collect(node, root, nodes: dict) -> bool:
     return all(_collect(source, root, nodes) for source in node.inputs)
 
 
-def _constants(nodes, root) -> list:
+def constants_behind(nodes, root) -> list:
     """The parameters and buffers on which the operands of `nodes` rest."""
     found, todo, seen = [], [source for node in nodes for source in node.inputs], {root.name}
     while todo:

@@ -34,7 +34,10 @@ def upper_bound_rows(network, node, rows: Tensor) -> Tensor:
 @contextmanager
 def paused(network):
     """Put aside what a running backward pass keeps on the nodes, and restore it."""
-    saved = [(node, {name: getattr(node, name) for name in _SAVED if hasattr(node, name)}) for node in network.nodes()]
+    # plain attributes: reading and writing them around Module.__setattr__ is many times faster
+    saved = [
+        (vars(node), {name: vars(node)[name] for name in _SAVED if name in vars(node)}) for node in network.nodes()
+    ]
     stages = [(node, node.opt_stage) for node in network.nodes() if hasattr(node, "opt_stage")]
     visited = {name: list(starts) for name, starts in getattr(network, "backward_from", {}).items()}
     return_a = getattr(network, "return_A", False)
@@ -48,12 +51,10 @@ def paused(network):
         network.backward_from = visited
         for node, stage in stages:
             node.opt_stage = stage
-        for node, attributes in saved:
+        for now, before in saved:
             for name in _SAVED:
-                if name in attributes:
-                    setattr(node, name, attributes[name])
-                elif hasattr(node, name):
-                    delattr(node, name)
+                now.pop(name, None)
+            now.update(before)
 
 
 def nonzero_groups(rows: Tensor) -> Tensor:
