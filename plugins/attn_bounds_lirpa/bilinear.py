@@ -4,7 +4,7 @@ McCormick's planes pay the sum over coordinates of (width of q_c) (width of k_c)
 end at once. The coordinates are functions of the same few inputs, and q . k beyond its plane is one quadratic form:
 
     q - q0 = Q t + e,  k - k0 = K t + e',  |t| <= 1 (the input box),  |e| <= E, |e'| <= E'
-    (q - q0) . (k - k0) = y^T sym(G_q^T G_k) y,   y = (t, e / E, e' / E') in the unit box,  G_q = [Q E 0], G_k = [K 0 E']
+    (q - q0) . (k - k0) = y^T sym(G_q^T G_k) y,  y = (t, e / E, e' / E') in the unit box, G_q = [Q E 0], G_k = [K 0 E']
 
 For any weights D > 0,  y^T S y <= sum(D) max(lambda_max(D^-1/2 S D^-1/2), 0)  on the unit box. S has rank 2 c, so its
 eigenvalues are those of a 2c x 2c matrix. On trained heads this is a fifth to a third of McCormick's sum.
@@ -84,7 +84,7 @@ def _box_of(network):
 
 
 class _Vectors:
-    """centre (b, h, m, c), form (b, h, m, c, x) and error (b, h, m, c) of each vector of a node: centre + form t + e."""
+    """What each vector of a node is, centre + form t + e: (b, h, m, c), (b, h, m, c, x), and the size of e, (b, h, m, c)."""
 
     def __init__(self, network, node, turned: bool):
         low_bias, high_bias, [(root, low, high)] = affine_forms(network, node)
@@ -113,8 +113,8 @@ def remainder(
 ) -> Tensor:
     """Enclosures (2, m) of (Q t + e) . (K t + e') over |t| <= 1, |e| <= E, |e'| <= E': largest first, then smallest.
 
-    q_form (c, x), q_error (c), k_form (m, c, x), k_error (m, c). The sizes, (x) and (m, x), set the generators' weights;
-    any positive ones are sound, the columns' norms are good.
+    q_form (c, x), q_error (c), k_form (m, c, x), k_error (m, c). The sizes, (x) and (m, x), set the generators'
+    weights; any positive ones are sound, the columns' norms are good.
     """
     c = q_form.shape[0]
     tiny = torch.finfo(q_form.dtype).tiny ** 0.5

@@ -133,4 +133,5 @@ def test_no_joint_remainder_without_a_box():
     values = model(
         x + 0.05 * torch.nn.functional.normalize(torch.randn(500, 24, dtype=x.dtype)).view(500, 4, 6)
     ).flatten(1)
-    assert (values.amax(0) <= high[0]).all() and (values.amin(0) >= low[0]).all() and np.isfinite(high).all()
+    low, high = low.flatten(), high.flatten()
+    assert (values.amax(0) <= high).all() and (values.amin(0) >= low).all() and np.isfinite(high).all()
