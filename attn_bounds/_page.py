@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from .errors import ArgumentError
+from .tables import read_table
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Part:
 def read_run(folder: Path) -> tuple[pd.DataFrame, str]:
     """The table of a run and the command that made it. Raises: ArgumentError where the folder holds no run."""
     try:
-        table = pd.read_csv(folder / "results.csv", dtype={"reason": str, "given_by": str})
+        table = read_table(folder / "results.csv")
     except (OSError, ValueError) as error:
         raise ArgumentError(f"run: expected a folder that holds a run, got {folder} ({error})") from None
     if table.empty:

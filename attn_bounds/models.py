@@ -31,6 +31,7 @@ class LoadedModel:
     model: Any
     tokenizer: Any | None
     device: str | None = None
+    processor: Any | None = None  # of images, where the model comes with one
     _heads: dict[tuple[int, int], AttentionHead] = field(default_factory=dict, repr=False)
     _states: dict[Any, list[torch.Tensor]] = field(default_factory=dict, repr=False)
 
@@ -38,6 +39,11 @@ class LoadedModel:
     def kind(self) -> str:
         """The architecture: transformers' model_type."""
         return self.model.config.model_type
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether prompts are image files."""
+        return self.kind in ("vit", "deit")
 
     @property
     def causal(self) -> bool:
@@ -106,6 +112,9 @@ class LoadedModel:
         weight = self.model.get_input_embeddings().weight.double()
         unit = weight / torch.linalg.vector_norm(weight, dim=-1, keepdim=True).clamp_min(1e-12)
         likeness = unit[ids] @ unit.T
+        most = weight.shape[0] - 1 - (0 if self.tokenizer is None else len(self.tokenizer.all_special_ids))
+        if not 1 <= neighbours <= most:
+            raise ArgumentError(f"neighbours: expected 1..{most} (the vocabulary), got {neighbours}")
         special = torch.tensor([] if self.tokenizer is None else self.tokenizer.all_special_ids, dtype=torch.long)
         likeness[:, special] = -torch.inf
         likeness[torch.arange(len(ids)), ids] = -torch.inf
@@ -151,14 +160,14 @@ class LoadedModel:
     def _norm(self, layer: int) -> Any:
         if self.kind == "gpt2":
             return getattr(self.model, "transformer", self.model).h[layer].ln_1
-        if self.kind in ("vit", "deit"):
+        if self.reads_images:
             base = getattr(self.model, self.kind, self.model)
             blocks = getattr(base, "layers", None)
             return (base.encoder.layer if blocks is None else blocks)[layer].layernorm_before
         return torch.nn.Identity()
 
     def _inputs(self, prompt: str | Sequence[int]) -> dict[str, torch.Tensor]:
-        if self.kind in ("vit", "deit"):
+        if self.reads_images:
             return {"pixel_values": self._pixels(prompt).to(self.model.dtype)}
         if not isinstance(prompt, str):
             ids = [int(i) for i in prompt]
@@ -190,11 +199,21 @@ class LoadedModel:
             if array.shape != (channels, size, size):
                 raise ArgumentError(f"image: expected an array {(channels, size, size)}, got {array.shape}")
             return torch.as_tensor(array, dtype=torch.float64)[None]
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
 
-        picture = Image.open(path).convert("RGB" if channels == 3 else "L").resize((size, size))
-        pixels = torch.as_tensor(np.asarray(picture), dtype=torch.float64).reshape(size, size, channels) / 255
-        return ((pixels - 0.5) / 0.5).permute(2, 0, 1)[None]
+        try:
+            picture = Image.open(path).convert("RGB" if channels == 3 else "L")
+        except (OSError, UnidentifiedImageError) as error:
+            raise ArgumentError(f"image: expected an image file, got {prompt!r} ({error})") from None
+        if self.processor is not None:
+            pixels = self.processor(picture, return_tensors="pt")["pixel_values"].double()
+            if pixels.shape[1:] != (channels, size, size):
+                given = tuple(pixels.shape[1:])
+                raise ArgumentError(f"image: {self.name!r} takes {(channels, size, size)}, its processor gives {given}")
+            return pixels
+        # A model without an image processor of its own: ViT's usual one, values from -1 to 1.
+        values = np.asarray(picture.resize((size, size)), dtype=np.float64).reshape(size, size, channels) / 255
+        return torch.from_numpy((values - 0.5) / 0.5).permute(2, 0, 1)[None]
 
 
 def load_model(name: str, dtype: str = "float64", device: str | None = None) -> LoadedModel:
@@ -229,6 +248,8 @@ def load_model(name: str, dtype: str = "float64", device: str | None = None) -> 
         quiet.setLevel(level)
     loader_of(model)  # refuse early what no loader reads
     model.requires_grad_(False)
+    if model.config.model_type in ("vit", "deit"):
+        return LoadedModel(name, model, None, device, _image_processor(source))
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source)
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # an empty one stands in where there is none
@@ -236,6 +257,21 @@ def load_model(name: str, dtype: str = "float64", device: str | None = None) -> 
     except Exception:  # a model without a tokenizer is used with token ids
         tokenizer = None
     return LoadedModel(name, model, tokenizer, device)
+
+
+def _image_processor(source: str) -> Any | None:
+    """The image processor that comes with a model; None where there is none."""
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(source)
+    except OSError:  # no preprocessor_config.json
+        return None
+    except ImportError as error:
+        first = str(error).strip().splitlines()[0]
+        raise MissingDependencyError(
+            f"model: its image processor needs a package: pip install torchvision ({first})"
+        ) from None
 
 
 def _minilm_folder() -> Path:

@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 # Okabe and Ito's palette, told apart by colour-blind readers; markers and dashes tell lines apart in grey.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C00"]
@@ -46,19 +47,21 @@ def gap_against_radius(table: pd.DataFrame, path: Path) -> Path:
     return lines("median", "relative gap", log=True)(q, path)
 
 
-def lines(value: str, label: str, log: bool) -> Draw:
-    """A figure of `value` (band: q25 to q75) against radius, a line a method and a panel a query regime."""
+def lines(value: str, label: str, log: bool, x: str = "radius") -> Draw:
+    """A figure of `value` (band: q25 to q75) against `x`, a line a method and a panel a query regime."""
 
     def draw(data: pd.DataFrame, path: Path) -> Path:
         def panel(axis: Axes, part: pd.DataFrame, style: dict[str, dict[str, Any]]) -> None:
             for method, rows in part.groupby("method", sort=True):
-                rows = rows.sort_values("radius")
+                rows = rows.sort_values(x)
                 middle, low, high = (rows[c].clip(lower=FLOOR) if log else rows[c] for c in (value, "q25", "q75"))
-                axis.plot(rows["radius"], middle, label=method, markersize=5, **style[str(method)])
-                axis.fill_between(rows["radius"], low, high, alpha=0.12, color=style[str(method)]["color"], linewidth=0)
-            axis.set(
-                xscale="log", yscale="log" if log else "linear", xlabel="radius", ylabel=f"{label} (median, quartiles)"
-            )
+                axis.plot(rows[x], middle, label=method, markersize=5, **style[str(method)])
+                axis.fill_between(rows[x], low, high, alpha=0.12, color=style[str(method)]["color"], linewidth=0)
+            axis.set(xscale="log", yscale="log" if log else "linear", xlabel=x, ylabel=f"{label} (median, quartiles)")
+            few = sorted(part[x].unique())
+            if part[x].dtype.kind == "i" and len(few) <= 8:  # counts: a tick each
+                axis.set_xticks(few, [str(n) for n in few])
+                axis.xaxis.set_minor_formatter(NullFormatter())
 
         return _panels(data, path, panel)
 
@@ -115,39 +118,42 @@ def scatter(data: pd.DataFrame, path: Path) -> Path:
     return _panels(data, path, panel)
 
 
-def looseness(data: pd.DataFrame, path: Path) -> Path:
-    """Measured looseness of CROWN against the predicted one, log-log, a point a unit and a mark a form of softmax."""
-    figure = Figure(figsize=(5.6, 4.6))
-    axis = figure.subplots()
-    style = styles([str(m) for m in data["method"].unique()])
-    for method, rows in data.groupby("method", sort=True):
-        own = {k: v for k, v in style[str(method)].items() if k != "linestyle"}
-        axis.plot(rows["predicted"], rows["measured"], label=method, linestyle="none", markersize=5, alpha=0.8, **own)
-    ends = [data[["predicted", "measured"]].min().min(), data[["predicted", "measured"]].max().max()]
-    axis.plot(ends, ends, color="grey", linewidth=0.8)
-    axis.set(xscale="log", yscale="log", xlabel="predicted: sum of operations / joint term")
-    axis.set_ylabel("measured: CROWN / attained maximum")
-    axis.grid(alpha=0.3, which="major", linewidth=0.4)
-    axis.legend(fontsize=8, frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    return path
+def against(x: str, y: str, xlabel: str, ylabel: str) -> Draw:
+    """A figure of `y` against `x`, log-log: a point a unit, a mark a method, a line where they are equal."""
+
+    def draw(data: pd.DataFrame, path: Path) -> Path:
+        seen = data[(data[x] > 0) & data[y].notna()].assign(**{y: data[y].clip(lower=FLOOR)})
+
+        def panel(axis: Axes, part: pd.DataFrame, style: dict[str, dict[str, Any]]) -> None:
+            size = 5 if len(part) < 400 else 2.5
+            for method, rows in part.groupby("method", sort=True):
+                own = style[str(method)] | {"linestyle": "none"}
+                axis.plot(rows[x], rows[y], label=method, markersize=size, alpha=0.6, markeredgewidth=0, **own)
+            ends = [seen[[x, y]].min().min(), seen[[x, y]].max().max()]
+            low = max(ends[0], float(seen[x].min()))  # the line where there are points, not down to the floor
+            axis.plot([low, ends[1]], [low, ends[1]], color="grey", linewidth=0.8)
+            axis.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
+
+        return _panels(seen, path, panel)
+
+    return draw
 
 
 def _panels(
     data: pd.DataFrame, path: Path, panel: Callable[[Axes, pd.DataFrame, dict[str, dict[str, Any]]], None],
     legend: bool = True,
 ) -> Path:  # fmt: skip
-    """One panel a query regime; one legend beside them, so that it covers no line."""
-    regimes = sorted(data["query_moves"].unique())
+    """One panel a query regime (one in all where there is none); one legend beside them, so that it covers no line."""
+    regimes: list[Any] = sorted(data["query_moves"].unique()) if "query_moves" in data else [None]
     style = styles([str(m) for m in data["method"].unique()])
     count = max(len(regimes), 1)
     figure = Figure(figsize=(4.9 * count + (1.5 if legend else 0.8), 4.2))
     axes = figure.subplots(1, count, squeeze=False, sharex=legend, sharey=legend)[0]
     seen: dict[str, Any] = {}
     for axis, moves in zip(axes, regimes, strict=False):
-        panel(axis, data[data["query_moves"] == moves], style)
-        axis.set_title("query moves" if moves else "query fixed")
+        panel(axis, data if moves is None else data[data["query_moves"] == moves], style)
+        if moves is not None:
+            axis.set_title("query moves" if moves else "query fixed")
         axis.grid(alpha=0.3, which="major", linewidth=0.4)
         handles, labels = axis.get_legend_handles_labels()
         seen |= dict(zip(labels, handles, strict=True))
@@ -160,4 +166,4 @@ def _panels(
     return path
 
 
-__all__ = ["boxes", "gap_against_radius", "lines", "looseness", "scatter", "shares"]
+__all__ = ["against", "boxes", "gap_against_radius", "lines", "scatter", "shares"]

@@ -133,7 +133,7 @@ def _parts(table: pd.DataFrame) -> list[Part]:
         found = ratios(table, reference)
         if len(found):
             parts.append(_ratio(found, reference))
-    parts += [_time(table), _published(table), _nothing(table)]
+    parts += [_time(table), *_slack(table), _published(table), _nothing(table)]
     return parts
 
 
@@ -194,6 +194,28 @@ def _time(table: pd.DataFrame) -> Part:
         "Seconds a unit in batches of like units, all radii together; in the figure one point a radius.",
         shown, data, plots.scatter,
     )  # fmt: skip
+
+
+def _slack(table: pd.DataFrame) -> list[Part]:
+    """The gaps of the moment relaxations beside the secant slack; nothing where no such method was run."""
+    if "gap_over_slack" not in table:
+        return []
+    t = gaps(table[table["gap_over_slack"].notna()])
+    t = t[(t["movement"] > 0) & (t["gap"] > 0)]
+    if t.empty:
+        return []
+    relative = t["gap"] / t["movement"]
+    data = t[[*KEYS, "method", "gap_over_slack"]].assign(gap=relative, slack=relative / t["gap_over_slack"])
+    return [
+        Part(
+            "slack", "Gap against secant slack",
+            "The value-weighted secant slack is the closed form of what chords of exp can lift a moment relaxation by. "
+            "Table: gap over slack, median. Figure: both over the movement, a point a unit and radius; the line is "
+            "equality.",
+            _wide(_quartiles(t, "gap_over_slack"), "median"), data,
+            plots.against("slack", "gap", "secant slack / movement", "gap / movement"),
+        )
+    ]  # fmt: skip
 
 
 def _published(table: pd.DataFrame) -> Part:

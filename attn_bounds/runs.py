@@ -1,31 +1,25 @@
-"""Runs: many units, several methods, one row each, written as they come; a killed run resumes and loses nothing."""
+"""Runs of heads: many units, several methods, one row each."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from tqdm import tqdm
 
 from .bounds.slack import secant_slack
 from .certificate import Certificate
 from .certify import METHODS, certify_many, search_many, why_not
-from .engines import run_on
-from .errors import ArgumentError, MissingDependencyError, ModelLoadError
+from .errors import ArgumentError, MissingDependencyError
 from .models import LoadedModel, load_model
 from .problem import HeadProblem
+from .tables import Row
 
-CHUNK = 96  # units a batch; fixed, since a resumed run must batch as an undisturbed one does
+CHUNK = 96  # units a batch
 COLUMNS = [
     "model", "prompt", "layer", "head", "query", "query_moves", "region", "radius", "readout", "method", "nominal",
     "lower", "upper", "relative_gap", "is_exact", "given_by", "seconds", "reason", "gap_over_slack",
@@ -83,8 +77,8 @@ def shared_model(name: str, dtype: str = "float64", device: str | None = None) -
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a process needs to compute a chunk of units; it pickles."""
+class HeadsJob:
+    """Every method on each unit of a chunk."""
 
     model: str
     prompts: tuple[Any, ...]  # texts, image files or tuples of token ids
@@ -93,7 +87,17 @@ class Job:
     device: str | None = None
     dtype: str = "float64"
 
-    def __call__(self, units: Sequence[Unit]) -> list[list[Any]]:
+    @property
+    def chunk(self) -> int:
+        """Units a chunk."""
+        return CHUNK
+
+    @property
+    def per_unit(self) -> int:
+        """Rows a unit."""
+        return len(self.methods)
+
+    def __call__(self, units: Sequence[Unit]) -> list[Row]:
         """The rows of a chunk: every method on the same problems, beside the best value that any of them attained."""
         model = shared_model(self.model, self.dtype, self.device)
         problems = [
@@ -116,109 +120,27 @@ class Job:
         return [row for name in self.methods for row in _rows(model.name, units, problems, name, answers[name])]
 
 
-class Run:
-    """A table of units x methods in a folder: settings.json, results.csv (one row a unit and method), summary.json.
-
-    Rows are written a chunk at a time, in a fixed order; `resume` continues at the first chunk that is not whole.
-    Raises: ModelLoadError where the folder cannot be written, ArgumentError where it holds another run.
-    """
-
-    def __init__(self, out: str | Path, settings: dict[str, Any], resume: bool = False) -> None:
-        self.out = Path(out)
-        self.table = self.out / "results.csv"
-        self.settings = json.loads(json.dumps(settings))
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            noted = self.out / "settings.json"
-            if noted.exists():
-                self._check(json.loads(noted.read_text()), resume)
-            elif self.table.exists():
-                raise ArgumentError(f"out: {self.out} holds a results.csv of another kind; choose an empty folder")
-            noted.write_text(json.dumps(self.settings, indent=1) + "\n")
-        except (OSError, json.JSONDecodeError) as error:
-            raise ModelLoadError(f"out: expected a folder that can be written, got {self.out} ({error})") from None
-
-    def _check(self, before: dict[str, Any], resume: bool) -> None:
-        if not isinstance(before, dict):
-            raise ArgumentError(f"out: expected the settings of a run in {self.out}/settings.json, got {before!r}")
-        if not resume:
-            raise ArgumentError(f"out: {self.out} already holds a run; add --resume to continue it, or choose another")
-        changed = sorted(k for k in {*before, *self.settings} if before.get(k) != self.settings.get(k))
-        if changed:
-            raise ArgumentError(f"out: {self.out} holds a run with other settings ({', '.join(changed)})")
-
-    def execute(
-        self, job: Job, units: Sequence[Unit], jobs: int = 1, engine: str = "local", address: str | None = None,
-        progress: bool = True,
-    ) -> pd.DataFrame:  # fmt: skip
-        """Compute the rows that are not there yet and return the whole table."""
-        chunks = [tuple(units[i : i + CHUNK]) for i in range(0, len(units), CHUNK)]
-        done = self._whole_chunks(chunks, len(job.methods))
-        before = sum(map(len, chunks[:done]))
-        with tqdm(total=len(units), initial=before, disable=not progress, unit="unit") as bar:
-            results: Iterable[list[list[Any]]] = run_on(engine, job, chunks[done:], jobs, address)
-            for rows, chunk in zip(results, chunks[done:], strict=True):
-                self._append(rows)
-                bar.update(len(chunk))
-        return self.read()
-
-    def _whole_chunks(self, chunks: Sequence[Sequence[Unit]], methods: int) -> int:
-        """Cut the table after its last whole chunk and return how many there are."""
-        if not self.table.exists():
-            with self.table.open("w", newline="") as file:
-                csv.writer(file).writerow(COLUMNS)
-            return 0
-        text = self.table.read_bytes()
-        ends = [i + 1 for i, byte in enumerate(text) if byte == 10]  # a half-written row has no end
-        whole, rows = 0, 0
-        for chunk in chunks:
-            if rows + len(chunk) * methods > len(ends) - 1:
-                break
-            whole, rows = whole + 1, rows + len(chunk) * methods
-        os.truncate(self.table, ends[rows] if ends else 0)
-        if not ends:
-            self.table.unlink()
-            return self._whole_chunks(chunks, methods)
-        return whole
-
-    def _append(self, rows: list[list[Any]]) -> None:
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(rows)
-        with self.table.open("a", newline="") as file:
-            file.write(text.getvalue())
-            file.flush()
-            os.fsync(file.fileno())
-
-    def rows(self) -> int:
-        """Number of rows that are written."""
-        return max(self.table.read_bytes().count(b"\n") - 1, 0) if self.table.exists() else 0
-
-    def read(self) -> pd.DataFrame:
-        """The table as it stands."""
-        return pd.read_csv(self.table, dtype={"reason": str, "given_by": str})
-
-
 def _rows(
     model: str,
     units: Sequence[Unit],
     problems: Sequence[HeadProblem],
     name: str,
     answers: Sequence[Certificate | str],
-) -> Iterator[list[Any]]:
+) -> Iterator[Row]:
     for unit, problem, answer in zip(units, problems, answers, strict=True):
-        row: dict[str, Any] = {"model": model, **asdict(unit), "method": name}
+        row: Row = {"model": model, **asdict(unit), "method": name}
         if isinstance(answer, Certificate):
-            best = _beside_best(answer, problem)
+            best = beside_best(answer, problem)
             row |= best.to_dict() | {"method": name, "given_by": answer.method}
             if name in SLACK_METHODS and row["upper"] is not None:
                 slack = secant_slack(problem, best.lower)
                 row["gap_over_slack"] = best.gap / slack if slack > 0 else None
         else:
             row |= {"nominal": problem.nominal, "reason": answer}
-        yield ["" if (value := row.get(column)) is None else _plain(value) for column in COLUMNS]
+        yield row
 
 
-def _beside_best(certificate: Certificate, problem: HeadProblem) -> Certificate:
+def beside_best(certificate: Certificate, problem: HeadProblem) -> Certificate:
     """The certificate with the best value that any method attained, so that all gaps have one foot."""
     found = problem.found
     if found is None or found.value <= certificate.lower:
@@ -237,10 +159,6 @@ def _answers(problems: Sequence[HeadProblem], name: str, run: Runner) -> list[Ce
     for i, certificate in zip(fit, run([problems[i] for i in fit]) if fit else [], strict=True):
         answers[i] = certificate
     return answers
-
-
-def _plain(value: Any) -> Any:
-    return repr(value) if isinstance(value, float) else str(value).replace("\n", " ")
 
 
 def summarise(table: pd.DataFrame) -> list[dict[str, Any]]:

@@ -65,7 +65,7 @@ def test_certify_prints_text(capsys, tiny_gpt2):
         (["--token-ids", ",".join(["1"] * 17)], "text: expected at most 16 tokens"),
         (["--token-ids", "1,x"], "expected ints separated by commas"),
         (["--model", "/no/such/folder"], "no such folder"),
-        (["--text", "both"], "either --text or --token-ids"),
+        (["--text", "both"], "expected --text or --token-ids, got both --text and --token-ids"),
         (["--readout", "-4"], "readout: expected a seed"),
         (["--radius", "wide"], "invalid float value"),
     ],
@@ -174,7 +174,7 @@ def test_a_killed_sweep_resumes_to_the_same(tmp_path, tiny_gpt2):
         (["--radii", "nan"], "radii: expected finite numbers of at least 0"),
         (["--readout", "-1"], "readout: expected a seed of at least 0"),
         (["--device", "abacus"], "device: expected one that torch has here"),
-        (["--prompts", "/no/such/file"], "either --prompts FILE or --token-ids"),
+        (["--prompts", "/no/such/file"], "expected --prompts or --token-ids, got both --prompts and --token-ids"),
     ],
 )
 def test_sweep_errors_are_one_line(capsys, tmp_path, tiny_gpt2, change, words):

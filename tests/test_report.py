@@ -4,11 +4,14 @@ import shutil
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from attn_bounds import errors
 from attn_bounds.block_report import write_block_report
+from attn_bounds.cli import main
+from attn_bounds.list_report import write_list_report
 from attn_bounds.report import gaps, ratios, slopes, write_report
 from attn_bounds.runs import COLUMNS
 
@@ -29,12 +32,14 @@ def run(tmp_path: Path) -> Path:
             "upper": 1.0 + movement + gap, "relative_gap": gap / movement, "is_exact": gap == 0, "given_by": method,
             "seconds": 0.01, "reason": "",
         }  # fmt: skip
+        if method == "moment2":
+            row["gap_over_slack"] = radius  # so that slack / movement is 2 / 3
         if method == "exact" and moves:
             row |= dict.fromkeys(("lower", "upper", "relative_gap", "is_exact", "given_by", "seconds"), "")
             row["reason"] = "method: 'exact' needs a query that stands still"
         rows.append(row)
     pd.DataFrame(rows, columns=COLUMNS).to_csv(tmp_path / "results.csv", index=False)
-    (tmp_path / "settings.json").write_text("{}")
+    (tmp_path / "settings.json").write_text('{"kind": "heads"}')
     (tmp_path / "command.txt").write_text("attn-bounds compare heads --out made\n")
     return tmp_path
 
@@ -67,19 +72,20 @@ def test_the_report_holds_the_figures_and_their_command(run):
     assert certified.loc[(True, "moment2", 0.1), "within_1"] == 0
 
 
-def test_deleted_figures_come_back_the_same(run):
+def test_the_slack_stands_beside_the_gaps(run):
     write_report(run)
-    before = {p.name: p.read_bytes() for p in (run / "figures").iterdir()}
-    text = (run / "report.md").read_text()
-    shutil.rmtree(run / "figures")
-    (run / "report.md").unlink()
-    write_report(run)
-    assert (run / "report.md").read_text() == text
-    assert {p.name: p.read_bytes() for p in (run / "figures").iterdir()} == before
+    points = pd.read_csv(run / "figures" / "slack-figure.csv")
+    assert len(points) == 3 * 3 * 2 and set(points["method"]) == {"moment2"}
+    assert points["slack"].to_numpy() == pytest.approx(2 / 3)
+    shown = pd.read_csv(run / "figures" / "slack-table.csv")
+    assert shown[["r=0.001", "r=0.01", "r=0.1"]].to_numpy() == pytest.approx(np.array([[0.001, 0.01, 0.1]] * 2))
+    table = pd.read_csv(run / "results.csv")
+    table.assign(gap_over_slack=None).to_csv(run / "results.csv", index=False)
+    assert "secant slack" not in write_report(run).read_text()
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path):
-    for write in (write_report, write_block_report):
+    for write in (write_report, write_block_report, write_list_report):
         with pytest.raises(errors.ArgumentError, match="run: expected a folder that holds a run"):
             write(tmp_path)
     pd.DataFrame(columns=COLUMNS).to_csv(tmp_path / "results.csv", index=False)
@@ -87,7 +93,9 @@ def test_a_folder_without_a_run_is_an_error(tmp_path):
         write_report(tmp_path)
 
 
-def test_the_block_report_ranks_the_units(tmp_path):
+@pytest.fixture
+def block_run(tmp_path: Path) -> Path:
+    """A block run whose looseness grows with the layer."""
     rows = [
         {
             "model": "made", "prompt": 0, "layer": k, "position": 0, "readout": 0, "radius": 0.001, "attained": 1e-5,
@@ -98,8 +106,61 @@ def test_the_block_report_ranks_the_units(tmp_path):
         for k in range(4)
     ]  # fmt: skip
     pd.DataFrame(rows).to_csv(tmp_path / "results.csv", index=False)
-    write_block_report(tmp_path)
-    table = pd.read_csv(tmp_path / "figures" / "blocks-table.csv").set_index(["figure", "form"])["median"]
+    (tmp_path / "settings.json").write_text('{"kind": "block-residual"}')
+    return tmp_path
+
+
+@pytest.fixture
+def list_run(tmp_path: Path) -> Path:
+    """A substitutions run with known gaps."""
+    rows = [
+        {
+            "model": "made", "prompt": 0, "neighbours": k, "head": head, "query": 0, "readout": 0, "method": method,
+            "nominal": 0.0, "exact": 1.0, "upper": 1.0 + gap, "relative_gap": gap, "seconds": 0.1, "reason": "",
+        }
+        for k in (2, 8)
+        for head in range(3)
+        for method, gap in (("exact (lists)", 0.0), ("vertex (box)", 10.0 * k))
+    ]  # fmt: skip
+    pd.DataFrame(rows).to_csv(tmp_path / "results.csv", index=False)
+    (tmp_path / "settings.json").write_text('{"kind": "substitutions"}')
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["run", "block_run", "list_run"])
+def test_one_command_restores_what_was_deleted(request, kind):
+    folder = request.getfixturevalue(kind)
+    command = ["compare", "report", str(folder)]
+    assert main(command) == 0
+    before = {p.name: p.read_bytes() for p in (folder / "figures").iterdir()}
+    pages = {name: (folder / name).read_text() for name in ("report.md", "report.html")}
+    shutil.rmtree(folder / "figures")
+    for name in pages:
+        (folder / name).unlink()
+    assert main(command) == 0
+    assert {p.name: p.read_bytes() for p in (folder / "figures").iterdir()} == before
+    assert {name: (folder / name).read_text() for name in pages} == pages
+    pictures = {name.removesuffix(".png") for name in before if name.endswith(".png")}
+    assert pictures and {f"{name}-figure.csv" for name in pictures} <= set(before)
+
+
+def test_the_list_report_holds_the_medians(list_run):
+    write_list_report(list_run)
+    table = pd.read_csv(list_run / "figures" / "substitutions-table.csv").set_index(["neighbours", "method"])
+    assert table.loc[(8, "vertex (box)"), "median"] == 80 and table.loc[(2, "exact (lists)"), "median"] == 0
+
+
+def test_a_folder_of_no_known_kind_is_an_error(tmp_path, capsys):
+    for settings, said in ((None, "a folder that holds a run"), ("{}", "holds a run"), ('{"kind": "x"}', "got 'x'")):
+        if settings is not None:
+            (tmp_path / "settings.json").write_text(settings)
+        assert main(["compare", "report", str(tmp_path)]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_the_block_report_ranks_the_units(block_run):
+    write_block_report(block_run)
+    table = pd.read_csv(block_run / "figures" / "blocks-table.csv").set_index(["figure", "form"])["median"]
     assert table["Spearman, predicted and measured looseness", "softmax one operation"] == pytest.approx(1)
     assert table["crown / per-operation sum", "softmax one operation"] == pytest.approx(3)
     assert table["predicted looseness", "softmax in parts"] == pytest.approx(50)

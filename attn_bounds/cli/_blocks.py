@@ -3,76 +3,129 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from itertools import product
-from pathlib import Path
 from typing import Any
-
-import pandas as pd
-from tqdm import tqdm
 
 from ..errors import ArgumentError, MissingDependencyError
 from ..models import LoadedModel, seeded_readout
 from ..residual import BlockReadout, block_of, block_residual
 from ..runs import shared_model
-from .options import add_model, indices, numbers, read_prompts
+from ..tables import Row
+from ._running import add_running, check_running, execute
+from .options import add_model, add_prompts, indices, numbers, prompts_of, refuse_images
 
-KEYS = ["prompt", "layer", "position", "readout", "radius"]
+KIND = "block-residual"
 COLUMNS = [
-    "model", *KEYS, "attained", "second_order", "per_operation", "per_operation_split", "effective_rank", "crown",
-    "crown_split", "seconds", "crown_seconds", "by_operation",
+    "model", "prompt", "layer", "position", "readout", "radius", "attained", "second_order", "per_operation",
+    "per_operation_split", "effective_rank", "crown", "crown_split", "seconds", "crown_seconds", "by_operation",
 ]  # fmt: skip
 
 
 def add_blocks(p: argparse.ArgumentParser) -> None:
     """Add the options."""
     add_model(p)
-    p.add_argument("--prompts", metavar="FILE", help="a text file, one prompt a line")
-    p.add_argument("--token-ids", type=numbers(int), action="append", metavar="I,J,...", help="repeatable")
+    add_prompts(p)
     p.add_argument("--layers", default="all", help="all, or numbers separated by commas")
-    p.add_argument("--position", type=int, default=-1, help="of the token that is read, among the kept ones")
+    p.add_argument("--position", type=int, default=-1, help="of the token that is read, among the kept ones; -1: last")
     p.add_argument("--readouts", type=int, default=4, metavar="N", help="random unit readouts a block")
     p.add_argument("--radii", type=numbers(float), default=[0.001], metavar="R,S,...")
     p.add_argument("--no-crown", action="store_true", help="leave the verifier's bound out")
-    p.add_argument("--out", required=True, metavar="DIR")
-    p.add_argument("--resume", action="store_true")
-    p.add_argument("--no-progress", action="store_true")
+    add_running(p)
     p.set_defaults(tokens=4)
 
 
-def run_blocks(args: argparse.Namespace, prompts: list[Any]) -> None:
-    """Measure every unit that the table lacks, one row as it comes."""
-    if args.prompts is not None and args.token_ids is not None:
-        raise ArgumentError("prompts: expected either --prompts FILE or --token-ids, got both")
-    prompts = read_prompts(args.prompts) if args.prompts else args.token_ids or prompts
+@dataclass(frozen=True)
+class BlockUnit:
+    """One readout of one block."""
+
+    prompt: int
+    layer: int
+    position: int
+    readout: int
+    radius: float
+
+
+@dataclass(frozen=True)
+class BlocksJob:
+    """One row a unit: what `block_residual` measures, and CROWN's bounds."""
+
+    model: str
+    prompts: tuple[Any, ...]
+    tokens: int | None
+    crown: bool
+
+    @property
+    def chunk(self) -> int:
+        """Units a chunk: nothing is shared between units."""
+        return 1
+
+    @property
+    def per_unit(self) -> int:
+        """Rows a unit."""
+        return 1
+
+    def __call__(self, units: Sequence[BlockUnit]) -> list[Row]:
+        """The rows of a chunk."""
+        model, crown = shared_model(self.model), _crown() if self.crown else None
+        return [self._row(model, unit, crown) for unit in units]
+
+    def _row(self, model: LoadedModel, unit: BlockUnit, crown: Any) -> Row:
+        stream = model.stream(self.prompts[unit.prompt], unit.layer, self.tokens)
+        c = seeded_readout(unit.readout, model.width)
+        g = BlockReadout(block_of(model.model, unit.layer), stream, unit.position, c)
+        started = time.perf_counter()
+        found = block_residual(g, unit.radius)
+        between = time.perf_counter()
+        row: Row = {
+            "model": self.model, **asdict(unit), "attained": found.attained, "second_order": found.second_order,
+            "per_operation": found.per_operation, "per_operation_split": found.per_operation_split,
+            "effective_rank": found.effective_rank, "by_operation": json.dumps(found.by_operation),
+            "seconds": between - started,
+        }  # fmt: skip
+        if crown is not None:
+            bounds = {"crown": crown(g, unit.radius), "crown_split": crown(g, unit.radius, split_softmax=True)}
+            row |= {name: value for name, value in bounds.items() if math.isfinite(value)}
+            row["crown_seconds"] = (time.perf_counter() - between) / 2
+        return row
+
+
+def run_blocks(args: argparse.Namespace, default: list[str]) -> None:
+    """Check the options and measure every unit that the table lacks."""
     if any(not (math.isfinite(r) and r > 0) for r in args.radii):
         raise ArgumentError(f"radii: expected finite numbers above 0, got {args.radii}")
     if args.readouts < 1:
         raise ArgumentError(f"readouts: expected at least 1, got {args.readouts}")
-    crown = None if args.no_crown else _crown()
+    check_running(args)
+    if not args.no_crown:
+        _crown()
     model = shared_model(args.model)
+    refuse_images(model, KIND)
     layers = indices("layers", args.layers, model.layers)
     for layer in layers:
         block_of(model.model, layer)  # refuses early what it cannot read
-    out = Path(args.out)
-    table = out / "results.csv"
-    if table.exists() and not args.resume:
-        raise ArgumentError(f"out: {out} already holds a run; add --resume to continue it, or choose another")
-    out.mkdir(parents=True, exist_ok=True)
-    done = _done(table)
-    units = list(product(range(len(prompts)), layers, range(args.readouts), args.radii))
-    for prompt, layer, readout, radius in tqdm(units, disable=args.no_progress, unit="unit"):
-        stream = model.stream(prompts[prompt], layer, args.tokens)
-        position = args.position % stream.shape[0]
-        if (prompt, layer, position, readout, radius) in done:
-            continue
-        row = _row(model, layer, stream, position, readout, radius, crown)
-        row |= {"model": args.model, "prompt": prompt, "layer": layer, "position": position, "readout": readout}
-        _append(table, row | {"radius": radius})
+    prompts, positions = prompts_of(args, model, default), []
+    for prompt in prompts:
+        count = model.stream(prompt, 0, args.tokens).shape[0]
+        if not -count <= args.position < count:
+            raise ArgumentError(f"position: expected {-count}..{count - 1} (the kept tokens), got {args.position}")
+        positions.append(args.position % count)
+    units = [
+        BlockUnit(prompt, layer, positions[prompt], readout, radius)
+        for prompt, layer, readout, radius in product(
+            range(len(prompts)), layers, range(args.readouts), dict.fromkeys(args.radii)
+        )
+    ]
+    settings = {
+        "kind": KIND, "model": args.model, "prompts": prompts, "tokens": args.tokens, "layers": layers,
+        "position": args.position, "readouts": args.readouts, "radii": args.radii, "crown": not args.no_crown,
+    }  # fmt: skip
+    execute(args, settings, COLUMNS, BlocksJob(args.model, prompts, args.tokens, not args.no_crown), units)
 
 
 def _crown() -> Any:
@@ -82,39 +135,3 @@ def _crown() -> Any:
         raise MissingDependencyError(
             f"block-residual: CROWN's bound needs auto_LiRPA 0.7 and the plug-in ({error}); or add --no-crown"
         ) from None
-
-
-def _row(
-    model: LoadedModel, layer: int, stream: Any, position: int, readout: int, radius: float, crown: Any
-) -> dict[str, Any]:
-    g = BlockReadout(block_of(model.model, layer), stream, position, seeded_readout(readout, model.width))
-    started = time.perf_counter()
-    found = block_residual(g, radius)
-    between = time.perf_counter()
-    row: dict[str, Any] = {
-        "attained": found.attained, "second_order": found.second_order, "per_operation": found.per_operation,
-        "per_operation_split": found.per_operation_split, "effective_rank": found.effective_rank,
-        "by_operation": json.dumps(found.by_operation), "seconds": between - started,
-    }  # fmt: skip
-    if crown is not None:
-        bounds = {"crown": crown(g, radius), "crown_split": crown(g, radius, split_softmax=True)}
-        row |= {name: value for name, value in bounds.items() if math.isfinite(value)}
-        row["crown_seconds"] = (time.perf_counter() - between) / 2
-    return row
-
-
-def _done(table: Path) -> set[tuple]:
-    """The units that are written; a last line without an end is cut."""
-    if not table.exists():
-        with table.open("w", newline="") as file:
-            csv.writer(file).writerow(COLUMNS)
-        return set()
-    text = table.read_text()
-    table.write_text(text[: text.rfind("\n") + 1])
-    rows = pd.read_csv(table)
-    return set(rows[KEYS].itertuples(index=False, name=None))
-
-
-def _append(table: Path, row: dict[str, Any]) -> None:
-    with table.open("a", newline="") as file:
-        csv.writer(file).writerow([row.get(column, "") for column in COLUMNS])

@@ -8,15 +8,16 @@ import json
 from ..certify import METHODS, certify
 from ..errors import ArgumentError
 from ..models import load_model
-from .options import add_model, numbers
+from .options import IMAGE_FILES, add_model, numbers, one_source
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the subcommand."""
     p = subparsers.add_parser("certify", help="the worst case of one head at one query")
     add_model(p)
-    p.add_argument("--text", help="the prompt (for a ViT: an image file)")
+    p.add_argument("--text", help="the prompt")
     p.add_argument("--token-ids", type=numbers(int), metavar="I,J,...", help="the prompt as token ids")
+    p.add_argument("--image", metavar="FILE", help=f"for a ViT: {IMAGE_FILES}")
     p.add_argument("--layer", type=int, required=True)
     p.add_argument("--head", type=int, required=True)
     p.add_argument("--query", type=int, required=True, help="index of the query's token")
@@ -32,11 +33,10 @@ def run(args: argparse.Namespace) -> int:
     """Certify and print."""
     if args.method not in METHODS:
         raise ArgumentError(f"method: expected one of {', '.join(METHODS)}, got {args.method!r}")
-    if (args.text is None) == (args.token_ids is None):
-        raise ArgumentError("text: expected either --text or --token-ids, got both or neither")
     model = load_model(args.model)
+    prompt = one_source(model, {"--text": args.text, "--token-ids": args.token_ids, "--image": args.image})
     problem = model.problem(
-        args.text if args.text is not None else args.token_ids, args.layer, args.head, args.query, args.radius,
+        prompt, args.layer, args.head, args.query, args.radius,
         args.region, args.readout, not args.fixed_query, args.tokens,
     )  # fmt: skip
     c = certify(problem, args.method)

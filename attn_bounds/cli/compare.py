@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import shlex
+import json
 import sys
 from pathlib import Path
 
 from ..block_report import write_block_report
-from ..errors import MissingDependencyError
+from ..errors import ArgumentError, MissingDependencyError
+from ..list_report import write_list_report
 from ..report import write_report
 from ..runs import VERIFIER_METHODS, runner
+from ._blocks import KIND as BLOCKS
 from ._blocks import add_blocks, run_blocks
+from ._substitutions import KIND as LISTS
 from ._substitutions import add_substitutions, run_substitutions
 from ._units import add_units, run_units
 
+HEADS = "heads"
+# The writer of each kind of run; a sweep's table is a heads table.
+WRITERS = {HEADS: write_report, "sweep": write_report, BLOCKS: write_block_report, LISTS: write_list_report}
 PROMPTS = [
     "The old bridge was closed after the flood, and nobody knows when it will open again.",
     "Her second novel sold far better than the first, although the critics liked it less.",
@@ -50,7 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     lists.set_defaults(compare=_substitutions)
     report = kinds.add_parser("report", help="the Markdown and HTML page of a run, from its table")
     report.add_argument("run", metavar="DIR", help="the --out of a run")
-    report.set_defaults(compare=_report)
+    report.set_defaults(compare=lambda args: _report(args.run))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,22 +67,13 @@ def run(args: argparse.Namespace) -> int:
 def _heads(args: argparse.Namespace) -> int:
     if args.methods is None:
         args.methods = _default_methods()
-    _, done, _ = run_units(args, PROMPTS)
-    _note_command(done.out, args.argv)
-    return _report(argparse.Namespace(run=str(done.out)))
-
-
-def _note_command(folder: Path, argv: list[str]) -> None:
-    """Keep the command that started a run beside its table."""
-    note = folder / "command.txt"
-    if not note.exists():
-        note.write_text(shlex.join(["attn-bounds", *(a for a in argv if a != "--resume")]) + "\n")
+    run_units(args, HEADS, PROMPTS)
+    return _report(args.out)
 
 
 def _blocks(args: argparse.Namespace) -> int:
     run_blocks(args, PROMPTS)
-    _note_command(Path(args.out), args.argv)
-    return _report(argparse.Namespace(run=args.out))
+    return _report(args.out)
 
 
 def _default_methods() -> list[str]:
@@ -92,13 +89,22 @@ def _default_methods() -> list[str]:
 def _substitutions(args: argparse.Namespace) -> int:
     box = ("interval", "vertex", "lagrangian", "ibp", "crown", "alpha-crown")
     methods = args.methods or [m for m in box if m not in VERIFIER_METHODS or m in _default_methods()]
-    summary = run_substitutions(args, PROMPTS, methods)
-    _note_command(Path(args.out), args.argv)
-    print(summary.to_string(index=False, float_format=lambda x: f"{x:.3g}"))
-    return 0
+    run_substitutions(args, PROMPTS, methods)
+    return _report(args.out)
 
 
-def _report(args: argparse.Namespace) -> int:
-    page = write_report(args.run) if (Path(args.run) / "settings.json").exists() else write_block_report(args.run)
+def _report(folder: str) -> int:
+    """Write the page of a run, of whatever kind its settings say."""
+    page = WRITERS[_kind(Path(folder))](folder)
     print(f"{page}; report.md, figures and their CSVs beside it")
     return 0
+
+
+def _kind(folder: Path) -> str:
+    try:
+        kind = json.loads((folder / "settings.json").read_text())["kind"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ArgumentError(f"run: expected a folder that holds a run, got {folder} ({error})") from None
+    if kind not in WRITERS:
+        raise ArgumentError(f"run: expected a run of compare ({', '.join(WRITERS)}), got {kind!r} in {folder}")
+    return kind

@@ -17,8 +17,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the sweep, then write summary.json and gap.png."""
-    settings, done, table = run_units(args)
-    summary = {"settings": settings, "rows": len(table), "results": summarise(table)}
+    done, table = run_units(args, "sweep")
+    summary = {"settings": done.settings, "rows": len(table), "results": summarise(table)}
     (done.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     gap_against_radius(table, done.out / "gap.png")
     print("summary.json and gap.png beside it")
