@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from ._arrays import checked_device
+from ._options import check_options
 from .bounds.first_order import first_order
 from .bounds.interval import interval
 from .bounds.lagrangian import lagrangian
@@ -41,7 +42,8 @@ BOUNDS: dict[str, Callable[..., BatchBound]] = {
 }
 METHODS = (*BOUNDS, "best")
 CLOSED_FORM = ("interval", "first-order", "vertex")  # they never fail, and nothing cheaper is tighter
-# What `best` tries after `vertex`, cheapest first, while a gap is left. Options given to `best` go to `lagrangian`.
+BEST_OPTIONS = "lagrangian"  # whose options those given to `best` are
+# What `best` tries after `vertex`, cheapest first, while a gap is left.
 LADDER: tuple[tuple[str, dict[str, Any]], ...] = (
     ("lagrangian", {}),
     ("lagrangian", {"max_pieces": 64}),
@@ -92,6 +94,7 @@ def certify_many(
     for i, problem in enumerate(problems):
         if not isinstance(problem, HeadProblem):
             raise ArgumentError(f"problems[{i}]: expected a HeadProblem, got {type(problem).__name__}")
+    check_options(method, BOUNDS[BEST_OPTIONS if method == "best" else method], options)
     if device is not None:
         where = checked_device(device)
         problems = [problem.to(where) for problem in problems]
@@ -169,7 +172,7 @@ class _Rung:
 
 def _certify_alike(problems: list[HeadProblem], method: str, options: dict[str, Any]) -> list[Certificate]:
     if isinstance(problems[0].placed, Lists):
-        return [_certify_lists(problem, options) for problem in problems]
+        return [_certify_lists(problem) for problem in problems]
     started = time.perf_counter()
     reduced = reduce(problems)
     rungs = _ladder(problems, reduced, options) if method == "best" else _rungs(problems, reduced, method, options)
@@ -209,10 +212,6 @@ def _rung(
     """The bound of a method; where linear algebra breaks down on a batch (numbers near 1e300), problem by problem."""
     try:
         bound = BOUNDS[method](reduced, **options)
-    except TypeError as error:
-        if options and "unexpected keyword" in str(error):
-            raise ArgumentError(f"options: {method!r} does not take {', '.join(options)}") from None
-        raise
     except (torch.linalg.LinAlgError, np.linalg.LinAlgError) as error:
         if len(rows) > 1:
             return [
@@ -295,9 +294,7 @@ def _sealed(
     return dataclasses.replace(certificate, seal=seal_of(certificate))
 
 
-def _certify_lists(problem: HeadProblem, options: dict[str, Any]) -> Certificate:
-    if options:
-        raise ArgumentError(f"options: 'exact' does not take {', '.join(options)}")
+def _certify_lists(problem: HeadProblem) -> Certificate:
     started = time.perf_counter()
     answer = exact_lists(problem)
     value = float(problem.value(answer.tokens, answer.query))

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from .errors import ArgumentError
+from ._options import checked
 from .problem import HeadProblem, SearchResult
 from .reduced import Reduced, lift, reduce
 from .regions import Lists
 
 
+@checked
 def search(problem: HeadProblem, starts: int = 8, seed: int = 0) -> SearchResult:
     """Search for a large value of f on the region; `problem.flipped()` searches for a small one.
 
     The value is evaluated at the returned tokens by the head itself, so it is a lower bound of the maximum. The same
     seed gives the same result. Raises: ArgumentError.
     """
-    if starts < 1:
-        raise ArgumentError(f"starts: expected at least 1, got {starts}")
     if isinstance(problem.placed, Lists):
         return _search_lists(problem, starts, seed)
     x, y, _ = ascend(reduce([problem]), starts, seed)

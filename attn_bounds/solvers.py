@@ -65,7 +65,7 @@ def resolve(solver: str | None = None) -> str:
 
     Says once in the log which one it is. Raises: ArgumentError for an unknown name.
     """
-    if solver is not None and solver.lower() not in NAMES:
+    if solver is not None and (not isinstance(solver, str) or solver.lower() not in NAMES):
         raise ArgumentError(f"solver: expected one of {', '.join(NAMES)} or None, got {solver!r}")
     wanted = "mosek" if solver is None else solver.lower()
     name, why = _choice(wanted, os.environ.get("MOSEKLM_LICENSE_FILE"))

@@ -181,7 +181,7 @@ def test_unknown_methods_and_options_are_named(rng):
     p = random_problem(rng, "ball", True)
     with pytest.raises(ab.errors.ArgumentError, match=r"method: expected one of exact, .*, got 'exac'"):
         ab.certify(p, "exac")
-    with pytest.raises(ab.errors.ArgumentError, match=r"does not take wings"):
+    with pytest.raises(ab.errors.ArgumentError, match=r"does not take wings; it has no options"):
         ab.certify(p, "vertex", wings=2)
     with pytest.raises(ab.errors.MethodNotApplicableError, match=r"query_moves=False.*'lagrangian'"):
         ab.certify(random_problem(rng, "ball", True, radius=0.1), "exact")

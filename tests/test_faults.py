@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -127,6 +128,48 @@ def test_bad_arguments_are_named(name, value, rng):
     good = {"tokens": np.ones((2, 4)), "query": 0, "readout": np.ones(3), "region": ab.TokenBall(0.1)}
     with pytest.raises(ab.errors.AttnBoundsError, match=name):
         ab.HeadProblem(random_head(rng, 4, 2), **(good | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "match"),
+    [
+        ("lagrangian", {"max_pieces": "a"}, "max_pieces: expected a whole number of at least 1, got 'a'"),
+        ("lagrangian", {"max_pieces": 0}, "max_pieces"), ("lagrangian", {"max_pieces": 2.0}, "max_pieces"),
+        ("lagrangian", {"max_pieces": True}, "max_pieces"), ("lagrangian", {"max_pieces": None}, "max_pieces"),
+        ("lagrangian", {"starts": 0}, "starts"), ("lagrangian", {"seed": -1}, "seed: expected .* at least 0"),
+        ("lagrangian", {"steps": -1}, "steps"), ("lagrangian", {"retry": "no"}, "retry: expected True or False"),
+        ("lagrangian", {"chunk": -1}, "chunk: expected a whole number of at least 1, or None, got -1"),
+        ("best", {"max_pieces": "a"}, "max_pieces"), ("best", {"solver": "clarabel"}, "'best' does not take solver"),
+        ("moment2", {"order": 3}, "'moment2' does not take order"), ("moment3", {"pulls": ()}, "pulls: expected one"),
+        ("moment2", {"pulls": (float("nan"),)}, "pulls"), ("moment2", {"pulls": 1.0}, "pulls"),
+        ("moment2", {"pulls": "0"}, "pulls"), ("moment2", {"blocks": "half"}, "blocks: expected 'reduced' or 'full'"),
+        ("moment2", {"products": 1}, "products"), ("moment2", {"solver": 3}, "solver: expected a string, or None"),
+        ("moment2", {"solver": "simplex"}, "solver: expected one of"),
+        ("lagrangian", {"point": None}, "does not take point"), ("lagrangian", {"reduced": 1}, "does not take reduced"),
+        ("vertex", {"starts": 2}, "'vertex' does not take starts; it has no options"),
+        ("exact", {"starts": 2}, "'exact' does not take starts"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_named_before_any_work(method, options, match, rng, monkeypatch):
+    problem = random_problem(rng, "ball", method != "exact", n=2, d=2, radius=0.01)
+    if options != {"solver": "simplex"}:  # names of solvers are the solvers' own business
+        monkeypatch.setattr(sys.modules["attn_bounds.certify"], "_certify_alike", None)
+    with pytest.raises(ab.errors.ArgumentError, match=match):
+        ab.certify(problem, method, **options)
+
+
+def test_options_that_a_method_takes_are_taken(rng):
+    problem = random_problem(rng, "ball", True, n=2, d=2, radius=0.01)
+    for method, options in (
+        ("lagrangian", {"max_pieces": np.int64(2), "chunk": None, "seed": 0, "retry": np.bool_(False)}),
+        ("best", {"starts": 3}),
+        ("moment2", {"solver": "Clarabel", "pulls": [0, 0.5], "products": False, "blocks": "full"}),
+    ):
+        c = ab.certify(problem, method, **options)
+        assert c.lower <= c.upper < np.inf
+    for wrong in ({"starts": 0}, {"starts": "8"}, {"seed": 1.5}):
+        with pytest.raises(ab.errors.ArgumentError, match=next(iter(wrong))):
+            ab.search(problem, **wrong)
 
 
 @pytest.mark.parametrize(

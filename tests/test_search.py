@@ -23,7 +23,7 @@ def test_the_exact_value_is_reached_where_it_is_known(rng):
 
 
 def test_starts_must_be_positive(rng):
-    with pytest.raises(ab.errors.ArgumentError, match="starts: expected at least 1, got 0"):
+    with pytest.raises(ab.errors.ArgumentError, match="starts: expected a whole number of at least 1, got 0"):
         ab.search(random_problem(rng, "ball"), starts=0)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError
+from .._options import checked
 from ..reduced import Reduced
 from ..search import ascend
 from ._branch import bound_pieces, branch, cut_directions
@@ -22,6 +22,7 @@ CLOSED = 1e-11  # excess, relative to the movement, at which a piece counts as c
 REASON = "lagrangian: no multipliers make the quadratic majorant concave here; use method='best'"
 
 
+@checked
 def lagrangian(
     reduced: Reduced,
     point: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -48,8 +49,6 @@ def lagrangian(
     Returns: BatchBound; `upper` is infinite, with a reason, where no multipliers pass the test.
     Raises: ArgumentError.
     """
-    if max_pieces < 1:
-        raise ArgumentError(f"max_pieces: expected at least 1, got {max_pieces}")
     each = reduced.n * (reduced.u.shape[1] + 100) + 3 * reduced.b.shape[2] * min(reduced.b.shape[2], 400)
     size = chunk or max(1, min(256, int(4e6) // each))
     parts = []

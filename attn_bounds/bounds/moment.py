@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from ..errors import ArgumentError
+from .._options import checked
 from ..reduced import Reduced
 from ..search import ascend
 from ..solvers import resolve, solve
@@ -20,6 +20,7 @@ from .result import BatchBound
 FLOORS = (1e-4, 0.1)  # a box's ellipsoid follows the gradient at the point closely, and loosely
 
 
+@checked
 def moment(
     reduced: Reduced,
     order: Literal[2, 3] = 2,
@@ -62,10 +63,6 @@ def moment(
         failed or a score moves by more than 200.
     Raises: ArgumentError.
     """
-    if order not in (2, 3):
-        raise ArgumentError(f"order: expected 2 or 3, got {order!r}")
-    if blocks not in ("reduced", "full"):
-        raise ArgumentError(f"blocks: expected 'reduced' or 'full', got {blocks!r}")
     name = resolve(solver)
     x, y = ascend(reduced)[:2] if point is None else point
     best = _Least()
