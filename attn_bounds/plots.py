@@ -122,7 +122,8 @@ def against(x: str, y: str, xlabel: str, ylabel: str) -> Draw:
     """A figure of `y` against `x`, log-log: a point a unit, a mark a method, a line where they are equal."""
 
     def draw(data: pd.DataFrame, path: Path) -> Path:
-        seen = data[(data[x] > 0) & data[y].notna()].assign(**{y: data[y].clip(lower=FLOOR)})
+        seen = data[data[x].notna() & data[y].notna()]
+        seen = seen.assign(**{name: seen[name].clip(lower=FLOOR) for name in (x, y)})
 
         def panel(axis: Axes, part: pd.DataFrame, style: dict[str, dict[str, Any]]) -> None:
             size = 5 if len(part) < 400 else 2.5
@@ -130,8 +131,7 @@ def against(x: str, y: str, xlabel: str, ylabel: str) -> Draw:
                 own = style[str(method)] | {"linestyle": "none"}
                 axis.plot(rows[x], rows[y], label=method, markersize=size, alpha=0.6, markeredgewidth=0, **own)
             ends = [seen[[x, y]].min().min(), seen[[x, y]].max().max()]
-            low = max(ends[0], float(seen[x].min()))  # the line where there are points, not down to the floor
-            axis.plot([low, ends[1]], [low, ends[1]], color="grey", linewidth=0.8)
+            axis.plot(ends, ends, color="grey", linewidth=0.8)
             axis.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
 
         return _panels(seen, path, panel)

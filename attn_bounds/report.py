@@ -209,9 +209,10 @@ def _slack(table: pd.DataFrame) -> list[Part]:
     return [
         Part(
             "slack", "Gap against secant slack",
-            "The value-weighted secant slack is the closed form of what chords of exp can lift a moment relaxation by. "
-            "Table: gap over slack, median. Figure: both over the movement, a point a unit and radius; the line is "
-            "equality.",
+            "The value-weighted secant slack: the closed form of how far chords of exp can lift a moment relaxation. "
+            "With the coupling of weights and values (`bounds/slack.py`) it bounds the gap to the solver's accuracy; "
+            "where the slack is tiny that rest shows, above the line of equality. Table: gap over slack, median. "
+            "Figure: both over the movement, a point a unit and radius; what is below 1e-12 is drawn there.",
             _wide(_quartiles(t, "gap_over_slack"), "median"), data,
             plots.against("slack", "gap", "secant slack / movement", "gap / movement"),
         )
