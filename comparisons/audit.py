@@ -3,7 +3,8 @@
     python comparisons/audit.py --n 5 64 --radius 0.002 0.005 0.01
 
 Prints, per token count and radius: certificates made and re-proved, the largest inflation (the part of a bound that
-only pays for rounding) in units of the movement among exact ones, and milliseconds an audit. Exits with 1 if one is refused.
+only pays for rounding) in units of the movement among exact ones, and milliseconds an audit. Exits with 1 if one is
+refused.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _box_of(network):
 
 
 class _Vectors:
-    """What each vector of a node is, centre + form t + e: (b, h, m, c), (b, h, m, c, x), and the size of e, (b, h, m, c)."""
+    """Each vector of a node as centre + form t + e: (b, h, m, c), (b, h, m, c, x), and the size of e, (b, h, m, c)."""
 
     def __init__(self, network, node, turned: bool):
         low_bias, high_bias, [(root, low, high)] = affine_forms(network, node)
