@@ -106,7 +106,7 @@ class BoundScoreDifferences(RelaxedOp):
         on_scores = self._rows_on_scores(rows, self.inputs[1].lower.shape[-1])
         bias = 0 if self.mask is None else (on_scores * self.mask.to(rows)).flatten(2).sum(-1)
         a = on_scores * self.scale  # (s, b, h, i, j)
-        joint = self._joint(parameters.requires_grad)
+        joint = self._joint()
         if parameters.shape[2:-1].numel() == 1:  # the defaults
             (slope_q, slope_k), inner = self._tangent_planes(a, rows * self.scale, joint)
         elif joint is None:
@@ -119,24 +119,21 @@ class BoundScoreDifferences(RelaxedOp):
             inner = of_facets + of_tangent
         return (slope_q, slope_k.transpose(-1, -2)), bias + inner.flatten(2).sum(-1)
 
-    def _joint(self, optimising: bool) -> JointScores | None:
-        """The joint remainders, computed anew when the bounds they rest on got better."""
+    def forget(self) -> None:
+        """Let the next pass compute the joint remainders anew, from bounds that got tighter on the same region."""
+        self.known_joint = None
+
+    def _joint(self) -> JointScores | None:
         network, known = self.network(), self.known_joint
         if network is None or not self.pairs:
             return None
-        batch, n_keys = self.inputs[0].lower.shape[0], self.inputs[1].lower.shape[-1]
-        if known is None or not known.holds() or not self._is_fresh(known, optimising):
+        if known is None or not known.holds(network, self):
+            n_keys = self.inputs[1].lower.shape[-1]
             if not JointScores.applies(network, self, n_keys * (n_keys - 1) // 2, self.max_work):
                 return None
             with torch.no_grad():
                 known = self.known_joint = JointScores(network, self, pair_indices(n_keys, self.inputs[0].lower.device))
-        return known if known.is_bound and known.query.shape[0] in (1, batch) else None
-
-    def _is_fresh(self, known: JointScores, optimising: bool) -> bool:
-        """In an optimisation's steps, and for a batch of parts of one region, what is known is good enough."""
-        return (
-            optimising or known.query.shape[0] != self.inputs[0].lower.shape[0] or known.is_newest(self.network(), self)
-        )
+        return known if known.is_bound else None
 
     def _tangent_planes(self, a, rows, joint):
         """Slopes in q and k, and constants (s, b, h, i), of the planes that touch q . k in the middle."""

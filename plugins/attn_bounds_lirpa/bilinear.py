@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .forms import affine_forms, concretized, is_box, region_key, same_bounds
+from .forms import affine_forms, bounds_up_to, bounds_within, concretized, is_box
 from .local import constants_behind
 
 _CHUNK = 1 << 24  # numbers in one block of coefficients
@@ -26,7 +26,7 @@ class JointScores:
 
     query (b, h, i, c) and key (b, h, j, c) are the points at which q . k is linearised; `above` >= 0 and `below` <= 0,
     (b, h, i, pairs), enclose (q_i - query_i) . ((k_k - key_k) - (k_j - key_j)) over the region. Nothing here depends on
-    the rows that are propagated: it is computed once and holds as long as box and weights do.
+    the rows that are propagated: it is computed once, and holds while no bound it rests on gets wider.
     """
 
     def __init__(self, network, node, pairs: tuple[Tensor, Tensor]):
@@ -48,9 +48,9 @@ class JointScores:
                         bounds[:, b, h, i, part] = remainder(*one, form[part], error[part], size[part])
         self.above, self.below = bounds
         self.is_bound = all(bool(torch.isfinite(t).all()) for t in (bounds, self.query, self.key))
-        self.root, self.ends = root, (root.lower.detach().clone(), root.upper.detach().clone())
+        self.box = root.lower.detach().clone(), root.upper.detach().clone()
         self.constants = [(source, source.forward().detach().clone()) for source in constants_behind([node], root)]
-        self.region = _bounds_before(network, node)
+        self.rests_on = bounds_up_to(network, *node.inputs)
 
     @staticmethod
     def applies(network, node, n_pairs: int, max_work: int) -> bool:
@@ -61,20 +61,17 @@ class JointScores:
         batch, heads, n_q, width = node.inputs[0].lower.shape
         return batch * heads * n_q * n_pairs * root.lower[0].numel() * (2 * width) ** 2 <= max_work
 
-    def holds(self) -> bool:
-        """Whether box and weights are those of the computation: then it holds, whatever a verifier cut off since."""
-        for here, there in zip((self.root.lower, self.root.upper), self.ends, strict=True):
-            if there.shape[0] not in (1, here.shape[0]) or not bool((here == there).all()):
-                return False
-        return all(torch.equal(source.forward(), value) for source, value in self.constants)
-
-    def is_newest(self, network, node) -> bool:
-        """Whether the bounds that the forms rest on are still those they were computed with."""
-        return same_bounds(_bounds_before(network, node), self.region)
-
-
-def _bounds_before(network, node) -> list[Tensor]:
-    return [bound for source in node.inputs for bound in region_key(network, source)]
+    def holds(self, network, node) -> bool:
+        """Whether region, weights and all bounds are those of the computation, or parts of these that a verifier cut out."""
+        root = _box_of(network)
+        if root is None or any(
+            there.shape[0] not in (1, here.shape[0]) or not bool((here == there).all())
+            for here, there in zip((root.lower, root.upper), self.box, strict=True)
+        ):
+            return False
+        if not all(torch.equal(source.forward(), value) for source, value in self.constants):
+            return False
+        return bounds_within(bounds_up_to(network, *node.inputs), self.rests_on)
 
 
 def _box_of(network):

@@ -23,21 +23,79 @@ def affine_forms(network, node) -> tuple[Tensor, Tensor, list[tuple]]:
     Returns the constants of l and u, (b, size) each, and (root, coefficients of l, of u), (size, b, *inputs) each, for
     every perturbed root.
     """
+    kept = vars(node).pop("kept_forms", None)
+    if kept is not None and kept.belong_to(network, node):
+        return kept.forms()
     shape = node.output_shape[1:]
     batch, size = node.lower.shape[0], shape.numel()
     eye = torch.eye(size, device=node.lower.device, dtype=node.lower.dtype)
     with paused(network), torch.no_grad():
         rows = eye.view(1, size, *shape).expand(batch, *([-1] * (1 + len(shape))))
         lower, upper = (bound.reshape(batch, size) for bound in backward(network, node, rows))
-        parts = []
-        for root in network.roots():
-            if getattr(root, "perturbation", None) is None or root.lA is None:
-                continue
-            part = (root, root.lA.detach(), root.uA.detach())
-            parts.append(part)
-            lower = lower - concretized(root, part[1].flatten(2).transpose(0, 1), -1)
-            upper = upper - concretized(root, part[2].flatten(2).transpose(0, 1), 1)
+        vars(node).pop("kept_forms", None)
+        return _with_constants(lower, upper, _coefficients(network))
+
+
+def _coefficients(network) -> list[tuple]:
+    """(root, coefficients of the lower, of the upper form) as the last backward pass left them on the roots."""
+    roots = [root for root in network.roots() if getattr(root, "perturbation", None) is not None]
+    return [(root, root.lA.detach(), root.uA.detach()) for root in roots if root.lA is not None]
+
+
+def _with_constants(lower: Tensor, upper: Tensor, parts: list[tuple]) -> tuple[Tensor, Tensor, list[tuple]]:
+    """The constants of forms whose extreme values over the region are `lower` and `upper`, and the forms' parts."""
+    for root, low, high in parts:
+        lower = lower - concretized(root, low.flatten(2).transpose(0, 1), -1)
+        upper = upper - concretized(root, high.flatten(2).transpose(0, 1), 1)
     return lower, upper, parts
+
+
+class _KeptForms:
+    """What the network's own pass over every coordinate of a node found, for the bounds that it had then."""
+
+    def __init__(self, network, node, lower: Tensor, upper: Tensor):
+        self.lower, self.upper, self.parts = lower.detach(), upper.detach(), _coefficients(network)
+        self.rests_on = bounds_up_to(network, *node.inputs)
+
+    def belong_to(self, network, node) -> bool:
+        """Whether the node's bounds are that pass's, and all before them what they were."""
+        now = node.lower.flatten(1), node.upper.flatten(1)
+        same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(now, self.ends(), strict=True))
+        return same and same_bounds(bounds_up_to(network, *node.inputs), self.rests_on)
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        return self.lower.flatten(1), self.upper.flatten(1)
+
+    def forms(self) -> tuple[Tensor, Tensor, list[tuple]]:
+        return _with_constants(*self.ends(), self.parts)
+
+
+def keep_forms(network, nodes) -> None:
+    """Let the network's own passes over every coordinate of these nodes leave their forms for `affine_forms`.
+
+    For auto_LiRPA 0.7; where nothing was kept, `affine_forms` makes a pass of its own.
+    """
+    names, backward_general = {node.name for node in nodes}, network.backward_general
+
+    def watched(bound_node, C, *args, **kwargs):
+        result = backward_general(bound_node, C, *args, **kwargs)
+        both = len(result) == 2 and all(isinstance(end, Tensor) for end in result)
+        if both and getattr(bound_node, "name", None) in names and _is_identity(C, bound_node):
+            inputs = sum(root.lower[0].numel() for root in network.roots() if root.perturbed)
+            if bound_node.output_shape[1:].numel() * inputs <= _CHUNK:
+                bound_node.kept_forms = _KeptForms(network, bound_node, *result)
+        return result
+
+    network.backward_general = watched
+
+
+def _is_identity(C, node) -> bool:
+    """Whether the rows C (b or 1, s, ...) are the node's coordinates, one after the other."""
+    size = node.output_shape[1:].numel()
+    if not isinstance(C, Tensor) or C.ndim < 2 or C.shape[1] != size or C[0].numel() != size**2:
+        return False
+    eye = torch.eye(size, dtype=C.dtype, device=C.device)
+    return all(torch.equal(rows.reshape(size, size), eye) for rows in C)
 
 
 def concretized(root, a: Tensor, sign: int) -> Tensor:
@@ -50,7 +108,7 @@ class ValueForms:
     """Forms of a node v (b, h, j, c) over a network's perturbed roots, valid for the bounds it was computed with."""
 
     def __init__(self, network, node):
-        self.key = region_key(network, node)
+        self.key = bounds_up_to(network, node)
         self.ellipsoids = None
         shape, batch = node.output_shape[1:], node.lower.shape[0]
         lower, upper, coefficients = affine_forms(network, node)
@@ -117,22 +175,40 @@ class ValueForms:
 
     def fits(self, network, node) -> bool:
         """Whether the forms were computed with the bounds that the network has now."""
-        return same_bounds(region_key(network, node), self.key)
+        return same_bounds(bounds_up_to(network, node), self.key)
 
 
-def region_key(network, node) -> list[Tensor]:
-    """Every bound that forms of `node` rest on: those of all nodes before it, the inputs' included."""
-    seen, todo, key = set(), [node], []
+def bounds_up_to(network, *nodes) -> dict[str, tuple[Tensor, Tensor]]:
+    """Every bound that forms of the nodes rest on, by name: their own and those of all nodes before them."""
+    todo, found, seen = list(nodes), {}, set()
     while todo:
-        current = todo.pop()
-        if current.name in seen or not current.perturbed:
+        node = todo.pop()
+        if node.name in seen or not node.perturbed:
             continue
-        seen.add(current.name)
-        todo.extend(current.inputs)
-        for bound in (getattr(current, "lower", None), getattr(current, "upper", None)):
-            if isinstance(bound, Tensor):
-                key.append(bound.detach().clone())
-    return key
+        seen.add(node.name)
+        todo.extend(node.inputs)
+        if isinstance(node.lower, Tensor) and isinstance(node.upper, Tensor):
+            found[node.name] = node.lower.detach().clone(), node.upper.detach().clone()
+    return found
+
+
+def same_bounds(one: dict, other: dict) -> bool:
+    """Whether two results of `bounds_up_to` are equal, tensor by tensor."""
+    return one.keys() == other.keys() and all(
+        a.shape == b.shape and torch.equal(a, b) for name in one for a, b in zip(one[name], other[name], strict=True)
+    )
+
+
+def bounds_within(inner: dict, outer: dict) -> bool:
+    """Whether every bound of `outer` is implied by `inner`'s, whose batch may be larger than an `outer` of one element."""
+    for name, (low, high) in outer.items():
+        if name not in inner or low.shape[0] not in (1, inner[name][0].shape[0]):
+            return False
+        # a batch of another size sums in another order; the remainders' own margin pays for these last digits
+        last = 64 * torch.finfo(low.dtype).eps * (low.abs() + high.abs())
+        if not bool(((inner[name][0] >= low - last) & (inner[name][1] <= high + last)).all()):
+            return False
+    return True
 
 
 def is_box(root) -> bool:
@@ -140,13 +216,6 @@ def is_box(root) -> bool:
     perturbation = root.perturbation
     constrained = getattr(perturbation, "constraints", None) is not None
     return type(perturbation) is PerturbationLpNorm and perturbation.norm == float("inf") and not constrained
-
-
-def same_bounds(one: list[Tensor], other: list[Tensor]) -> bool:
-    """Whether two region keys are equal, tensor by tensor."""
-    return len(one) == len(other) and all(
-        a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, other, strict=True)
-    )
 
 
 class _Part:

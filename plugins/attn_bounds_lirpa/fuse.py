@@ -6,6 +6,7 @@ import torch
 
 from .attention import BoundAttentionMix, BoundScoreDifferences
 from .compat import IS_03
+from .forms import keep_forms
 from .local import LocalHeads
 from .patch_conv import use_patch_convolutions
 from .softmax import BoundRepairedSoftmax
@@ -29,6 +30,9 @@ def fuse_attention(network, max_rows: int = 1024, max_differences: int = 2000, c
         else:
             _replace(network, softmax, max_rows, max_differences, certificate, **match)
             report["fused"].append(softmax.name)
+    if report["fused"] and not IS_03:
+        mixes = [node for node in network.nodes() if isinstance(node, BoundAttentionMix)]
+        keep_forms(network, [node for mix in mixes for node in (*mix.inputs[0].inputs, mix.inputs[1])])
     return report
 
 

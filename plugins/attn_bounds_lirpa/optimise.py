@@ -63,6 +63,9 @@ def optimised_lower_bound(
         if not len(left()):
             return best, bounds, first
         _tighten(network, x, name, bounds, rows_iterations, lr, deadline)
+        for node in network.nodes():
+            if isinstance(node, BoundScoreDifferences):
+                node.forget()
         with torch.no_grad():
             again, _ = network.compute_bounds(
                 x=x, C=C, method="CROWN", bound_upper=False, interm_bounds=_without_bounds_after(network, bounds, name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from attn_bounds_lirpa import attach
@@ -134,4 +133,23 @@ def test_no_joint_remainder_without_a_box():
         x + 0.05 * torch.nn.functional.normalize(torch.randn(500, 24, dtype=x.dtype)).view(500, 4, 6)
     ).flatten(1)
     low, high = low.flatten(), high.flatten()
-    assert (values.amax(0) <= high).all() and (values.amin(0) >= low).all() and np.isfinite(high).all()
+    assert (values.amax(0) <= high).all() and (values.amin(0) >= low).all() and torch.isfinite(high).all()
+
+
+def test_remainders_of_a_part_are_not_used_for_the_whole():
+    model, x = two_blocks(4), torch.randn(1, 4, 6, dtype=torch.float64)
+    network, C, region = convert(model, x), every_output(x), ball(x, 0.05)
+    attach(network)
+    whole = bounds(network, region, C)
+    name = next(node.inputs[0].name for node in network.nodes() if type(node).__name__ == "BoundRelu")
+    low, high = (t.detach().clone() for t in (network[name].lower, network[name].upper))
+    unstable = (low < 0) & (high > 0)
+    assert unstable.any()
+    for node in differences(network):
+        node.forget()
+    part = {name: [torch.where(unstable, torch.zeros_like(low), low), high]}  # as branch and bound would set them
+    with torch.no_grad():
+        network.compute_bounds(x=(region,), C=C, method="CROWN", interm_bounds=part)
+    again = bounds(network, region, C)
+    for got, expected in zip(again, whole, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
