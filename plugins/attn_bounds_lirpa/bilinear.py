@@ -62,7 +62,7 @@ class JointScores:
         return batch * heads * n_q * n_pairs * root.lower[0].numel() * (2 * width) ** 2 <= max_work
 
     def holds(self, network, node) -> bool:
-        """Whether region, weights and all bounds are those of the computation, or parts of these that a verifier cut out."""
+        """Whether region and weights are those of the computation, and every bound its own or one that lies within."""
         root = _box_of(network)
         if root is None or any(
             there.shape[0] not in (1, here.shape[0]) or not bool((here == there).all())

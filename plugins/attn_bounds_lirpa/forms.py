@@ -187,8 +187,9 @@ def bounds_up_to(network, *nodes) -> dict[str, tuple[Tensor, Tensor]]:
             continue
         seen.add(node.name)
         todo.extend(node.inputs)
-        if isinstance(node.lower, Tensor) and isinstance(node.upper, Tensor):
-            found[node.name] = node.lower.detach().clone(), node.upper.detach().clone()
+        ends = getattr(node, "lower", None), getattr(node, "upper", None)
+        if all(isinstance(end, Tensor) for end in ends):
+            found[node.name] = tuple(end.detach().clone() for end in ends)
     return found
 
 
@@ -200,7 +201,7 @@ def same_bounds(one: dict, other: dict) -> bool:
 
 
 def bounds_within(inner: dict, outer: dict) -> bool:
-    """Whether every bound of `outer` is implied by `inner`'s, whose batch may be larger than an `outer` of one element."""
+    """Whether `inner` implies every bound of `outer`; the batch of `inner` may be larger than an `outer` of one element."""
     for name, (low, high) in outer.items():
         if name not in inner or low.shape[0] not in (1, inner[name][0].shape[0]):
             return False
