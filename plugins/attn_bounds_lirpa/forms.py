@@ -201,7 +201,7 @@ def same_bounds(one: dict, other: dict) -> bool:
 
 
 def bounds_within(inner: dict, outer: dict) -> bool:
-    """Whether `inner` implies every bound of `outer`; the batch of `inner` may be larger than an `outer` of one element."""
+    """Whether `inner` implies every bound of `outer`; where `outer` has one batch element, `inner` may have more."""
     for name, (low, high) in outer.items():
         if name not in inner or low.shape[0] not in (1, inner[name][0].shape[0]):
             return False

@@ -9,6 +9,7 @@ import torch
 from attn_bounds_lirpa import attach
 from attn_bounds_lirpa.attention import BoundScoreDifferences, pair_indices
 from attn_bounds_lirpa.bilinear import remainder
+from attn_bounds_lirpa.compat import IS_03
 
 from tests.lirpa.conftest import Block, ball, convert, every_output
 
@@ -136,6 +137,7 @@ def test_no_joint_remainder_without_a_box():
     assert (values.amax(0) <= high).all() and (values.amin(0) >= low).all() and torch.isfinite(high).all()
 
 
+@pytest.mark.skipif(IS_03, reason="auto_LiRPA 0.3 has no batches of parts: bounds of inner nodes are not handed in")
 def test_remainders_of_a_part_are_not_used_for_the_whole():
     model, x = two_blocks(4), torch.randn(1, 4, 6, dtype=torch.float64)
     network, C, region = convert(model, x), every_output(x), ball(x, 0.05)
