@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ._arrays import as_float64
-from .bounds._majorant import centre_at, radii, reach
+from .bounds._majorant import centre_at, radii
 from .bounds._remainder import remainder, smooth_reach
 from .bounds.vertex import vertex
 from .errors import ArgumentError, MethodNotApplicableError
@@ -100,42 +101,79 @@ def affine_upper_bound(problem: HeadProblem, slope: Any = None) -> tuple[torch.T
         raise ArgumentError(f"problem: expected a HeadProblem, got {type(problem).__name__}")
     if isinstance(problem.placed, Lists):
         raise MethodNotApplicableError("region: expected balls or boxes, got TokenSubstitutions; use method='exact'")
-    reduced = reduce([problem])
-    centres, spread = centre_and_spread(problem)
-    basis = coordinates(problem)
-    order = problem.key_order[:-1] if problem.has_own_key else problem.key_order
-    if slope is None:
-        keys, query = gradient_slope(reduced)
-        slope = torch.zeros_like(centres)
-        slope[order] = keys[0] if basis is None else keys[0] @ basis.T
-        if not problem.query_is_fixed:
-            slope[problem.query_place] = query[0] if basis is None else basis @ query[0]
-    slope = as_float64("slope", slope, tuple(centres.shape), centres.device)
-    used = slope[order]
-    used_query = slope[problem.query_place] if not problem.query_is_fixed else slope.new_zeros(0)
+    centres, _ = centre_and_spread(problem)
+    if slope is not None:
+        slope = as_float64("slope", slope, tuple(centres.shape), centres.device)[None]
+    slopes, offsets, multipliers, rounding = affine_upper_bounds_of([problem], slope)
+    offset = float(offsets[0])
+    witness = AffineWitness(multipliers[0][0], multipliers[1][0], float(rounding[0]))
+    return slopes[0], math.inf if math.isnan(offset) else offset, witness
+
+
+def affine_upper_bounds_of(
+    problems: Sequence[HeadProblem],
+    slopes: torch.Tensor | None = None,
+    multipliers: tuple[torch.Tensor, torch.Tensor] | None = None,
+    tilts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Bound c . head(z) <= slope . z + offset for many problems alike (one `reduced.group_key`), in tokens as given.
+
+    Args:
+        slopes: (B, p, d) for the p placed points of each problem; None: the gradients at the centres. Gradients flow
+            from the offsets to the slopes.
+        multipliers: of an earlier call at nearby slopes, to save choosing them anew.
+        tilts: (B, p, d), added to the slopes.
+
+    Returns: slopes (B, p, d), offsets (B,), infinite where no bound was found, multipliers, and the part (B,) of the
+    offsets that pays for rounding.
+    """
+    reduced = reduce(problems)
+    placed = [centre_and_spread(problem) for problem in problems]
+    centres, spread = (torch.stack(part) for part in zip(*placed, strict=True))
+    bases = [coordinates(problem) for problem in problems]
+    basis = None if bases[0] is None else torch.stack([part for part in bases if part is not None])
+    first = problems[0]
+    orders = [problem.key_order[:-1] if problem.has_own_key else problem.key_order for problem in problems]
+    order = torch.tensor(orders, dtype=torch.long, device=centres.device).reshape(len(problems), -1)
+    rows = torch.arange(len(problems), device=centres.device)
+    moves = not first.query_is_fixed
+    query = torch.tensor([problem.query_place if moves else 0 for problem in problems], device=centres.device)
+    if slopes is None:
+        keys, at_query = gradient_slope(reduced)
+        slopes = torch.zeros_like(centres)
+        slopes[rows[:, None], order] = keys if basis is None else keys @ basis.transpose(1, 2)
+        if moves:
+            slopes[rows, query] = at_query if basis is None else (basis @ at_query[..., None])[..., 0]
+    if tilts is not None:
+        slopes = slopes + tilts
+    used = slopes[rows[:, None], order]
+    used_query = slopes[rows, query] if moves else slopes.new_zeros(len(problems), 0)
     outside: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if basis is not None:
         inside = used @ basis
-        outside_keys = torch.linalg.vector_norm(used - inside @ basis.T, dim=-1)[None]
-        outside_query = slope.new_zeros(1)
+        beyond = _length(used - inside @ basis.transpose(1, 2))
         used = inside
-        if not problem.query_is_fixed:
-            inside_query = basis.T @ used_query
-            outside_query = torch.linalg.vector_norm(used_query - basis @ inside_query)[None]
+        beyond_query = slopes.new_zeros(len(problems))
+        if moves:
+            inside_query = (used_query[:, None] @ basis)[:, 0]
+            beyond_query = _length(used_query - (basis @ inside_query[..., None])[..., 0])
             used_query = inside_query
-        if float(outside_keys.sum() + outside_query.sum()) > 0:
-            outside = (outside_keys, outside_query)
-    offsets, multipliers = affine_upper_bounds(reduced, used[None], used_query[None], *outside)
-    taken = torch.zeros(len(centres), dtype=torch.bool, device=centres.device)
-    taken[order] = True
-    if not problem.query_is_fixed:
-        taken[problem.query_place] = True
-    radius = spread[:, None] if spread.dim() == 1 else spread
-    idle = reach(slope[~taken], radius[~taken]).sum()  # tokens that f does not read, but the slope does
-    moved = (slope * centres).sum()
-    rounding = 4e-16 * slope.numel() ** 0.5 * (slope * centres).norm() + 4e-16 * idle
-    offset = float(offsets[0] + idle - moved + rounding)
-    if math.isnan(offset):
-        offset = math.inf
-    witness = AffineWitness(multipliers[0][0], multipliers[1][0], float(reduced.rounding[0] + rounding))
-    return slope, offset, witness
+        if float((beyond.sum() + beyond_query.sum()).detach()) > 0:
+            outside = (beyond, beyond_query)
+    offsets, multipliers = affine_upper_bounds(reduced, used, used_query, *outside, multipliers=multipliers)
+    idle = torch.ones(centres.shape[:2], dtype=torch.bool, device=centres.device)
+    idle[rows[:, None], order] = False
+    if moves:
+        idle[rows, query] = False
+    radius = spread[..., None] if spread.dim() == 2 else spread
+    still = (smooth_reach(slopes, radius) * idle).sum(1)  # of tokens that f does not read, but the slope does
+    moved = (slopes * centres).flatten(1).sum(1)
+    size = torch.linalg.vector_norm((slopes * centres).detach().flatten(1), dim=1)
+    rounding = 4e-16 * slopes[0].numel() ** 0.5 * size + 4e-16 * still.detach()
+    return slopes, offsets + still - moved + rounding, multipliers, reduced.rounding + rounding
+
+
+def _length(vectors: torch.Tensor) -> torch.Tensor:
+    """Norm over the last axis with a gradient at zero; exactly zero there."""
+    square = vectors.square().sum(-1)
+    return torch.where(square > 0, torch.where(square > 0, square, torch.ones_like(square)).sqrt(), square)

@@ -22,14 +22,7 @@ from auto_LiRPA import BoundedModule, BoundedTensor, PerturbationLpNorm
 from auto_LiRPA.operators.gelu import GELUOp
 from torch import Tensor, nn
 
-OPTIONS = {
-    "conv_mode": "matrix",
-    "softmax": "lse",
-    "sparse_intermediate_bounds": False,
-    "sparse_features_alpha": False,
-    "sparse_spec_alpha": False,
-    "optimize_bound_args": {"iteration": 8, "lr_alpha": 0.2},
-}
+OPTIONS = {**attn_bounds_lirpa.OPTIONS, "optimize_bound_args": {"iteration": 8, "lr_alpha": 0.2}}
 
 
 class LayerNorm(nn.Module):

@@ -25,14 +25,7 @@ from attn_bounds.problem import HeadProblem
 from attn_bounds.regions import TokenBall
 
 TEXT = "The quick brown fox jumps over the lazy dog"
-OPTIONS = {
-    "conv_mode": "matrix",
-    "softmax": "lse",
-    "sparse_intermediate_bounds": False,
-    "sparse_features_alpha": False,
-    "sparse_spec_alpha": False,
-    "optimize_bound_args": {"iteration": 20, "lr_alpha": 0.1},
-}
+OPTIONS = {**attn_bounds_lirpa.OPTIONS, "optimize_bound_args": {"iteration": 20, "lr_alpha": 0.1}}
 
 
 class Head(torch.nn.Module):

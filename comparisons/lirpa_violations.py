@@ -31,11 +31,7 @@ KINDS = ("attention", "residual", "block", "two")
 REGIONS = ("box", "ball", "tokens")
 BATCH, LOCAL_BATCH = 32, 8
 OPTIONS = {
-    "conv_mode": "matrix",
-    "softmax": "lse",
-    "sparse_intermediate_bounds": False,
-    "sparse_features_alpha": False,
-    "sparse_spec_alpha": False,
+    **attn_bounds_lirpa.OPTIONS,
     "optimize_bound_args": {"iteration": 3, "lr_alpha": 0.3, "early_stop_patience": 100},
 }
 TOLERANCE = 1e-9  # of the row's size: what float64 rounding may cost

@@ -32,6 +32,7 @@ def lagrangian(
     steps: int = 12,
     chunk: int | None = None,
     retry: bool = True,
+    rounds: int = 60,
 ) -> BatchBound:
     """Bound max f for a batch by a quadratic majorant tangent at the maximiser, and Lagrange multipliers.
 
@@ -44,6 +45,7 @@ def lagrangian(
         max_pieces: pieces that the query's ball may be cut into where the first try leaves a gap (balls).
         steps: Newton steps on the multipliers of units that the first try leaves open.
         retry: whether units that the first try leaves open are tried again from other starts and centres (balls).
+        rounds: at most, of the ascent to the maximiser (balls).
         chunk: problems solved together; default: what keeps the working set near 100 MB.
 
     Returns: BatchBound; `upper` is infinite, with a reason, where no multipliers pass the test.
@@ -56,7 +58,7 @@ def lagrangian(
         piece = reduced[start : start + size]
         at = None if point is None else (point[0][start : start + size], point[1][start : start + size])
         if reduced.kind == "ball":
-            parts.append(_ball(piece, at, starts, seed, max_pieces, steps, retry))
+            parts.append(_ball(piece, at, starts, seed, max_pieces, steps, retry, rounds))
         else:
             x, y = ascend(piece, starts, seed)[:2] if at is None else at
             parts.append(_box(piece, x, y, steps))
@@ -71,8 +73,9 @@ def _ball(
     max_pieces: int,
     steps: int,
     retry: bool,
+    rounds: int,
 ) -> BatchBound:
-    x, y, t = climb(reduced, torch.zeros_like(reduced.b[:, 0]) if point is None else point[1])
+    x, y, t = climb(reduced, torch.zeros_like(reduced.b[:, 0]) if point is None else point[1], rounds)
     owner = torch.arange(reduced.size, device=t.device)
     none = t.new_zeros(reduced.size, 0)
     uncut = t.new_zeros(reduced.size, 0, y.shape[1])

@@ -62,7 +62,10 @@ class Verifier:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self.network = BoundedModule(
-                    self.module, torch.zeros(self.shape, dtype=self.dtype), bound_opts=dict(_OPTIONS), verbose=False
+                    self.module,
+                    torch.zeros(self.shape, dtype=self.dtype),
+                    bound_opts={**attn_bounds_lirpa.OPTIONS},
+                    verbose=False,
                 )
         finally:
             torch.set_default_dtype(before)
@@ -138,12 +141,3 @@ def _outward(end: np.ndarray, dtype: torch.dtype, sign: int) -> torch.Tensor:
     exact = torch.as_tensor(end, dtype=torch.float64)
     inside = sign * (exact - rounded.double()) > 0
     return torch.where(inside, torch.nextafter(rounded, torch.full_like(rounded, sign * math.inf)), rounded)
-
-
-_OPTIONS = {
-    "conv_mode": "matrix",
-    "softmax": "lse",
-    "sparse_intermediate_bounds": False,
-    "sparse_features_alpha": False,
-    "sparse_spec_alpha": False,
-}

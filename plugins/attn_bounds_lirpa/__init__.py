@@ -2,11 +2,15 @@
 
 from . import compat  # noqa: F401  (repairs an old auto_LiRPA before anything imports it)
 from .fuse import attach, fuse_attention, repair_softmax
+from .modules import AttentionHeads
 from .optimise import optimised_lower_bound
+from .options import OPTIONS
 from .regions import PerturbationTokenBall
 from .swap import swap_attention
 
 __all__ = [
+    "OPTIONS",
+    "AttentionHeads",
     "PerturbationTokenBall",
     "attach",
     "fuse_attention",

@@ -19,9 +19,8 @@ from torch import Tensor
 from .base import RelaxedOp
 from .bilinear import JointScores
 from .forms import ValueForms
-from .local import LocalHeads
-from .relaxations import attention_interval, weighted_sum_upper
-from .rows import bound_rows, nonzero_groups, upper_bound_rows, value_rows
+from .relaxations import MIX_DEFAULTS, attention_interval, weighted_sum_upper
+from .rows import bound_rows, nonzero_groups, value_rows
 
 
 def pair_indices(n_keys: int, device=None) -> tuple[Tensor, Tensor]:
@@ -137,19 +136,20 @@ class BoundScoreDifferences(RelaxedOp):
 
     def _tangent_planes(self, a, rows, joint):
         """Slopes in q and k, and constants (s, b, h, i), of the planes that touch q . k in the middle."""
-        q_lo, q_hi = self.inputs[0].lower, self.inputs[0].upper
-        k_lo, k_hi = (t.transpose(-1, -2) for t in (self.inputs[1].lower, self.inputs[1].upper))
-        q, k = ((q_lo + q_hi) / 2, (k_lo + k_hi) / 2) if joint is None else (joint.query, joint.key)
+        q_lo, q_hi = self.box(0)
+        k_lo, k_hi = (end.transpose(-1, -2) for end in self.box(1))
+        q, k = ((q_lo + q_hi) / 2, (k_lo + k_hi) / 2) if joint is None else (joint.query.to(a), joint.key.to(a))
         dq, dk = torch.maximum(q_hi - q, q - q_lo), torch.maximum(k_hi - k, k - k_lo)
         slack = (a.abs() * dq.matmul(dk.transpose(-1, -2))).sum(-1)
         if joint is not None:
-            slack = torch.minimum(slack, (rows.clamp(min=0) * joint.above + rows.clamp(max=0) * joint.below).sum(-1))
+            together = rows.clamp(min=0) * joint.above + rows.clamp(max=0) * joint.below
+            slack = torch.minimum(slack, together.sum(-1))
         return (a.matmul(k), a.transpose(-1, -2).matmul(q)), slack - (a * q.matmul(k.transpose(-1, -2))).sum(-1)
 
     def _facets(self, a, rho):
         """The same for a mix of the two facets of every product's envelope, rho (s, b, h, i, j, c)."""
-        q_lo, q_hi = self.inputs[0].lower, self.inputs[0].upper
-        k_lo, k_hi = (t.transpose(-1, -2) for t in (self.inputs[1].lower, self.inputs[1].upper))
+        q_lo, q_hi = self.box(0)
+        k_lo, k_hi = (end.transpose(-1, -2) for end in self.box(1))
         dq, dk = q_hi - q_lo, k_hi - k_lo
         m = q_lo.unsqueeze(-2) + rho * dq.unsqueeze(-2)
         pos, neg = a.clamp(min=0), a.clamp(max=0)
@@ -184,7 +184,6 @@ class BoundAttentionMix(RelaxedOp):
         self.pairs = pairs
         self.max_work = 4 * 10**9  # multiplications of one exact composition; beyond it, enclosing ellipsoids
         self.forms = None
-        self.local = None  # LocalHeads, where the fused attention is all there is between the input and the output
 
     def forward(self, d, v):
         if not self.pairs:
@@ -206,45 +205,15 @@ class BoundAttentionMix(RelaxedOp):
         return (d.shape[1], d.shape[2], v.shape[2], 4)
 
     def default_parameters(self, like):
-        return like.new_tensor([0.5, 0.0, 0.5, 0.5]).expand(1, 1, 1, 1, 4)
+        return like.new_tensor(MIX_DEFAULTS).expand(1, 1, 1, 1, 4)
 
     def clip(self, parameters):
         parameters[..., 0].clamp_(0, 1)
         parameters[..., 2:].clamp_(0, 1)
 
     def upper_rows(self, rows, parameters):
-        if self.local is not None and not self.local.is_current():
-            self.local = LocalHeads.find(self.network(), self.inputs[0], self, self.local.options)
-        if self.local is None or not self.local.applies():
-            return self._wide_upper(rows, parameters)
-        return self._with_local(rows, parameters)
-
-    def _with_local(self, rows, parameters):
-        """The certificates' constant where a row reads one head at one query; never above the wide bound there.
-
-        A constant says all there is to say then: nothing else lies between the input and this row.
-        """
-        single = (rows != 0).any(-1).flatten(2).sum(-1).eq(1).all(1)  # (s,)
-        if not single.any():
-            return self._wide_upper(rows, parameters)
-        chosen = single.nonzero().squeeze(-1)
-        constant, gap = self.local.upper(rows[chosen])
-        if (gap > 1e-9 * (1 + constant.abs())).any():
-            local, self.local = self.local, None
-            try:
-                constant = torch.minimum(constant, upper_bound_rows(self.network(), self, rows[chosen]))
-            finally:
-                self.local = local
-        if single.all() and not parameters.requires_grad:
-            shapes = (rows.shape[:2] + source.lower.shape[1:] for source in self.inputs)
-            return tuple(rows.new_zeros(shape) for shape in shapes), round_up(constant, rows.dtype)
-        slopes, bias = self._wide_upper(rows, parameters)
-        slopes = tuple(slope.index_fill(0, chosen, 0.0) for slope in slopes)
-        return slopes, bias.index_copy(0, chosen, round_up(constant, bias.dtype))
-
-    def _wide_upper(self, rows, parameters):
-        v_lo, v_hi = self.inputs[1].lower, self.inputs[1].upper
-        d_lo, d_hi = self._differences(self.inputs[0].lower, self.inputs[0].upper, v_lo.shape[-2])
+        v_lo, v_hi = self.box(1)
+        d_lo, d_hi = self._differences(*self.box(0), v_lo.shape[-2])
         w_lo, w_hi = self.value_range(rows, v_lo, v_hi)
         rho, shift, theta_lo, theta_hi = parameters.unbind(-1)
         shift = shift.mean(-1, keepdim=True)
@@ -269,7 +238,8 @@ class BoundAttentionMix(RelaxedOp):
             return lower, upper
         s, h, i = groups.unbind(-1)
         exact = len(groups) * v_lo.shape[2] <= self.max_rows
-        low, high = (self._by_rows if exact else self._by_forms)(network, rows[s, :, h, i], h)
+        directions = rows[s, :, h, i].to(self.inputs[1].lower.dtype)
+        low, high = (end.to(rows.dtype) for end in (self._by_rows if exact else self._by_forms)(network, directions, h))
         return _put(lower, s, h, i, low, torch.maximum), _put(upper, s, h, i, high, torch.minimum)
 
     def _by_rows(self, network, directions, heads):
@@ -296,12 +266,6 @@ class BoundAttentionMix(RelaxedOp):
                 for key in range(n_keys):
                     low[chosen, :, key], high[chosen, :, key] = self.forms.range(directions[chosen], head, key)
         return low, high
-
-
-def round_up(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """`value` in another dtype, never below it."""
-    rounded = value.to(dtype)
-    return torch.where(rounded.double() < value, torch.nextafter(rounded, torch.full_like(rounded, torch.inf)), rounded)
 
 
 def _put(target: Tensor, s, h, i, values: Tensor, better) -> Tensor:

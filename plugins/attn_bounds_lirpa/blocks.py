@@ -13,7 +13,8 @@ from attn_bounds.errors import MissingDependencyError
 from attn_bounds.residual import BlockReadout
 
 from .fuse import repair_softmax
-from .heads import OPTIONS, double_precision
+from .heads import double_precision
+from .options import OPTIONS
 
 try:
     from auto_LiRPA.operators.gelu import GELUOp

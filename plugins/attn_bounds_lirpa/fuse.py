@@ -7,17 +7,26 @@ import torch
 from .attention import BoundAttentionMix, BoundScoreDifferences
 from .compat import IS_03
 from .forms import keep_forms
-from .local import LocalHeads
+from .heads_op import MAX_GROUPS
+from .local import BoundReadHeads, find_tokens
 from .patch_conv import use_patch_convolutions
 from .softmax import BoundRepairedSoftmax
 
 
-def fuse_attention(network, max_rows: int = 1024, max_differences: int = 2000, certificate: dict | None = None) -> dict:
+def fuse_attention(
+    network,
+    max_rows: int = 1024,
+    max_differences: int = 2000,
+    certificate: dict | None = None,
+    max_groups: int = MAX_GROUPS,
+) -> dict:
     """Replace every MatMul -> scale -> mask -> Softmax -> MatMul of `network` (a BoundedModule) by two attention nodes.
 
     max_rows: largest number of extra backward rows that bound the values in a propagated direction (more: composition).
     max_differences: largest number of score differences that are bounded as rows of their own (more: the scores are).
     certificate: options of the LOCAL regime's certificates, as {"max_pieces": 64} for tighter and slower ones.
+    max_groups: largest number of (row, head, query) with affine bounds of the library's engine, where attention reads
+        the network's input and there are other paths beside it.
     Returns {"fused": [names of the softmax nodes], "skipped": {name: why not}}.
     """
     report = {"fused": [], "skipped": {}}
@@ -28,10 +37,10 @@ def fuse_attention(network, max_rows: int = 1024, max_differences: int = 2000, c
         if isinstance(match, str):
             report["skipped"][softmax.name] = match
         else:
-            _replace(network, softmax, max_rows, max_differences, certificate, **match)
+            _replace(network, softmax, max_rows, max_differences, certificate, max_groups, **match)
             report["fused"].append(softmax.name)
-    if report["fused"] and not IS_03:
-        mixes = [node for node in network.nodes() if isinstance(node, BoundAttentionMix)]
+    mixes = [node for node in network.nodes() if isinstance(node, BoundAttentionMix)]
+    if mixes and not IS_03:
         keep_forms(network, [node for mix in mixes for node in (*mix.inputs[0].inputs, mix.inputs[1])])
     return report
 
@@ -104,32 +113,36 @@ def _constant_operand(network, node):
     return None
 
 
-def _replace(network, softmax, max_rows, max_differences, certificate, scores, between, output, scale, mask):
-    device = softmax.device
-    options = softmax.options
-    batch, heads, n_q, _ = scores.inputs[0].output_shape
-    n_k = scores.inputs[1].output_shape[-1]
-    count = n_k * (n_k - 1) // 2
-    pairs = heads * n_q * count <= max_differences
-    sources = [scores.inputs[0], scores.inputs[1]]
-    differences = BoundScoreDifferences({"device": device}, sources, 0, options, scale, mask, pairs, network)
-    sources = [differences, output.inputs[1]]
-    mix = BoundAttentionMix({"device": device}, sources, 0, options, network, max_rows, pairs)
-    shapes = torch.Size((batch, heads, n_q, count if pairs else n_k)), output.output_shape
-    _place(network, differences, f"{softmax.name}/differences", softmax, shapes[0])
-    _place(network, mix, f"{softmax.name}/mix", softmax, shapes[1])
-    network.replace_node(output, mix)
+def _replace(
+    network, softmax, max_rows, max_differences, certificate, max_groups, scores, between, output, scale, mask
+):
+    attr, options = {"device": softmax.device}, softmax.options
+    sources = [*scores.inputs[:2], output.inputs[1]]
+    tokens = find_tokens(network, sources, scale, mask)
+    if tokens is not None:
+        new = BoundReadHeads(attr, [tokens, *sources], 0, options, scale, mask, certificate, max_groups)
+        _place(network, new, f"{softmax.name}/heads", softmax, output.output_shape)
+    else:
+        batch, heads, n_q, _ = scores.inputs[0].output_shape
+        n_k = scores.inputs[1].output_shape[-1]
+        count = n_k * (n_k - 1) // 2
+        pairs = heads * n_q * count <= max_differences
+        differences = BoundScoreDifferences(attr, sources[:2], 0, options, scale, mask, pairs, network)
+        shape = torch.Size((batch, heads, n_q, count if pairs else n_k))
+        _place(network, differences, f"{softmax.name}/differences", softmax, shape)
+        new = BoundAttentionMix(attr, [differences, sources[2]], 0, options, network, max_rows, pairs)
+        _place(network, new, f"{softmax.name}/mix", softmax, output.output_shape)
+    network.replace_node(output, new)
     for node in (softmax, *between, scores):
         network.delete_node(node)
-    mix.local = LocalHeads.find(network, differences, mix, certificate)
 
 
-def attach(network, max_rows: int = 1024, max_differences: int = 2000, certificate: dict | None = None) -> dict:
+def attach(network, **options) -> dict:
     """The sensible whole: fuse attention, repair every softmax that is left, and speed up patch embeddings.
 
     The options are those of `fuse_attention`.
 
     Returns {"fused": [...], "skipped": {name: why}, "repaired": [...], "patches": [...]}.
     """
-    report = fuse_attention(network, max_rows, max_differences, certificate)
+    report = fuse_attention(network, **options)
     return {**report, "repaired": repair_softmax(network), "patches": use_patch_convolutions(network)}

@@ -27,18 +27,12 @@ from attn_bounds.reduced import centre_and_spread, group_key
 from attn_bounds.regions import Balls
 
 from .fuse import attach, repair_softmax
+from .options import OPTIONS
 
 METHODS = {"ibp": "IBP", "crown": "CROWN", "alpha-crown": "CROWN-optimized"}
 VARIANTS = ("stock", "unfolded", "fused")
 CHUNK = 48  # heads in one call
 MARGIN = 1e-12  # of the output's size, for the rounding that auto_LiRPA does not bound
-OPTIONS = {
-    "conv_mode": "matrix",
-    "softmax": "lse",
-    "sparse_intermediate_bounds": False,
-    "sparse_features_alpha": False,
-    "sparse_spec_alpha": False,
-}
 
 
 def runner(name: str, iterations: int = 20) -> Callable[[Sequence[HeadProblem]], list[Certificate]]:

@@ -42,7 +42,7 @@ class BoundRepairedSoftmax(RelaxedOp):
     def upper_rows(self, rows, parameters):
         axis = self.axis if self.axis < 0 else self.axis + 1
         rows = rows.transpose(axis, -1)
-        lower, upper = (t.transpose(self.axis, -1) for t in (self.inputs[0].lower, self.inputs[0].upper))
+        lower, upper = (t.transpose(self.axis, -1) for t in self.box(0))
         at = [
             lower.unsqueeze(-2) + theta.unsqueeze(-1) * (upper - lower).unsqueeze(-2)
             for theta in self._thetas(parameters)

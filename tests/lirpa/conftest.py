@@ -11,7 +11,7 @@ import torch
 if importlib.util.find_spec("auto_LiRPA") is None:
     pytest.skip("auto_LiRPA is not installed", allow_module_level=True)
 
-import attn_bounds_lirpa  # noqa: F401  (repairs an old auto_LiRPA before it is imported)
+import attn_bounds_lirpa  # repairs an old auto_LiRPA before it is imported
 from auto_LiRPA import BoundedModule, BoundedTensor, PerturbationLpNorm
 
 
@@ -53,18 +53,9 @@ class Block(torch.nn.Module):
         return x + self.mlp(x)
 
 
-OPTIONS = {
-    "conv_mode": "matrix",
-    "softmax": "lse",
-    "sparse_intermediate_bounds": False,
-    "sparse_features_alpha": False,
-    "sparse_spec_alpha": False,
-}
-
-
 def convert(model, x, **options):
     """A BoundedModule of `model`, with the options that hold outside a verifier."""
-    return BoundedModule(model.eval(), x, bound_opts={**OPTIONS, **options}, verbose=False)
+    return BoundedModule(model.eval(), x, bound_opts={**attn_bounds_lirpa.OPTIONS, **options}, verbose=False)
 
 
 def shaped(C, tokens=4, d=6):

@@ -242,7 +242,7 @@ def test_what_is_not_attention_is_left_alone_with_a_reason():
 
 
 def test_a_bound_that_is_not_finite_becomes_the_interval_bound():
-    model, x = Attention(), torch.randn(1, 4, 6)
+    model, x = torch.nn.Sequential(Attention(), Attention()), torch.randn(1, 4, 6)
     network = convert(model, x)
     fuse_attention(network)
     network.compute_bounds(x=(ball(x, 0.1),), C=every_output(x), method="CROWN")

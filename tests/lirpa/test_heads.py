@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from attn_bounds_lirpa import attach, heads, repair_softmax
+from attn_bounds_lirpa import OPTIONS, attach, heads, repair_softmax
 from attn_bounds_lirpa.compat import IS_03
 from auto_LiRPA import BoundedModule, BoundedTensor, PerturbationLpNorm
 
@@ -58,7 +58,7 @@ def problems(region: str, moves: bool) -> list[ab.HeadProblem]:
 def plain_bound(problem: ab.HeadProblem, method: str, variants: list[str]) -> float:
     tokens = [z[None] for z in problem.tokens]
     network = BoundedModule(
-        PlainHead(problem, "unfolded" not in variants).eval(), tuple(tokens), bound_opts=heads.OPTIONS, verbose=False
+        PlainHead(problem, "unfolded" not in variants).eval(), tuple(tokens), bound_opts=OPTIONS, verbose=False
     )
     if "fused" in variants:
         attach(network)
