@@ -99,7 +99,7 @@ class BoundScoreDifferences(RelaxedOp):
 
     def default_parameters(self, like):
         width = self.inputs[0].lower.shape[3]
-        return torch.cat([like.new_full((width,), 0.5), like.new_full((1,), 0.1)]).expand(1, 1, 1, 1, -1)
+        return torch.cat([like.new_full((width,), 0.5), like.new_zeros(1)]).expand(1, 1, 1, 1, -1)
 
     def upper_rows(self, rows, parameters):
         on_scores = self._rows_on_scores(rows, self.inputs[1].lower.shape[-1])
