@@ -1,22 +1,25 @@
-"""Joint bounds of what a bilinear score does beyond its tangent plane, from affine forms of queries and keys in a box.
+"""Joint bounds of what a bilinear score does beyond its tangent plane, from affine forms of queries and keys.
 
 McCormick's planes pay the sum over coordinates of (width of q_c) (width of k_c), as if every coordinate could be at its
 end at once. The coordinates are functions of the same few inputs, and q . k beyond its plane is one quadratic form:
 
-    q - q0 = Q t + e,  k - k0 = K t + e',  |t| <= 1 (the input box),  |e| <= E, |e'| <= E'
+    q - q0 = Q t + e,  k - k0 = K t + e',  |t| <= 1 (the input box, or each block of t in a ball),  |e| <= E, |e'| <= E'
     (q - q0) . (k - k0) = y^T sym(G_q^T G_k) y,  y = (t, e / E, e' / E') in the unit box, G_q = [Q E 0], G_k = [K 0 E']
 
-For any weights D > 0,  y^T S y <= sum(D) max(lambda_max(D^-1/2 S D^-1/2), 0)  on the unit box. S has rank 2 c, so its
-eigenvalues are those of a 2c x 2c matrix. On trained heads this is a fifth to a third of McCormick's sum.
+For any weights D > 0,  y^T S y <= sum(D) max(lambda_max(D^-1/2 S D^-1/2), 0)  on the unit box, and with one weight a
+block, summed over blocks, on a product of balls. S has rank 2 c, so its eigenvalues are those of a 2c x 2c matrix.
+On the heads of the ViT benchmark's pgd network this is a fifth to a third of McCormick's sum.
 """
 
 from __future__ import annotations
 
 import torch
+from auto_LiRPA.perturbations import PerturbationLpNorm
 from torch import Tensor
 
 from .forms import affine_forms, bounds_up_to, bounds_within, concretized, is_box
 from .local import constants_behind
+from .regions import PerturbationTokenBall
 
 _CHUNK = 1 << 24  # numbers in one block of coefficients
 
@@ -30,8 +33,8 @@ class JointScores:
     """
 
     def __init__(self, network, node, pairs: tuple[Tensor, Tensor]):
-        root = _box_of(network)
-        query, key = _Vectors(network, node.inputs[0], False), _Vectors(network, node.inputs[1], True)
+        region = _Region.find(network)
+        query, key = (_Vectors(network, node.inputs[side], region, turned=bool(side)) for side in (0, 1))
         first, second = pairs
         self.query, self.key = query.centre, key.centre
         batch, heads, n_q = query.centre.shape[:3]
@@ -45,58 +48,90 @@ class JointScores:
                 for i in range(n_q):
                     for part in torch.arange(len(first), device=form.device).split(step):
                         one = query.form[b, h, i], query.error[b, h, i], query.size[b, h, i].sqrt()
-                        bounds[:, b, h, i, part] = remainder(*one, form[part], error[part], size[part])
+                        bounds[:, b, h, i, part] = remainder(*one, form[part], error[part], size[part], region.block)
         self.above, self.below = bounds
         self.is_bound = all(bool(torch.isfinite(t).all()) for t in (bounds, self.query, self.key))
-        self.box = root.lower.detach().clone(), root.upper.detach().clone()
-        self.constants = [(source, source.forward().detach().clone()) for source in constants_behind([node], root)]
+        self.region = region
+        weights = constants_behind([node], region.root)
+        self.constants = [(source, source.forward().detach().clone()) for source in weights]
         self.rests_on = bounds_up_to(network, *node.inputs)
 
     @staticmethod
     def applies(network, node, n_pairs: int, max_work: int) -> bool:
-        """Whether the region is one box and the products that the eigenvalue problems need are few enough."""
-        root = _box_of(network)
-        if root is None or n_pairs == 0:
+        """Whether the region is of a kind we know and the products that the eigenvalue problems need are few enough."""
+        region = _Region.find(network)
+        if region is None or n_pairs == 0:
             return False
         batch, heads, n_q, width = node.inputs[0].lower.shape
-        return batch * heads * n_q * n_pairs * root.lower[0].numel() * (2 * width) ** 2 <= max_work
+        return batch * heads * n_q * n_pairs * region.block.numel() * (2 * width) ** 2 <= max_work
 
     def holds(self, network, node) -> bool:
         """Whether region and weights are those of the computation, and every bound its own or one that lies within."""
-        root = _box_of(network)
-        if root is None or any(
-            there.shape[0] not in (1, here.shape[0]) or not bool((here == there).all())
-            for here, there in zip((root.lower, root.upper), self.box, strict=True)
-        ):
+        region = _Region.find(network)
+        if region is None or not region.is_same(self.region):
             return False
         if not all(torch.equal(source.forward(), value) for source, value in self.constants):
             return False
         return bounds_within(bounds_up_to(network, *node.inputs), self.rests_on)
 
 
-def _box_of(network):
-    """The one perturbed root, if its region is a box."""
-    roots = [root for root in network.roots() if getattr(root, "perturbation", None) is not None]
-    return roots[0] if len(roots) == 1 and is_box(roots[0]) else None
+class _Region:
+    """The one perturbed root's region as centre + radius t, where every block of t lies in a unit ball.
+
+    centre and radius (b, x), block (x,) the number of each coordinate's block: its own for a box, its token's for token
+    balls, all the same for one L2 ball.
+    """
+
+    def __init__(self, root):
+        self.root, perturbation = root, root.perturbation
+        middle = root.center
+        if is_box(root):
+            middle, radius = (root.lower + root.upper) / 2, (root.upper - root.lower) / 2
+            block = torch.arange(middle[0].numel(), device=middle.device)
+        elif isinstance(perturbation, PerturbationTokenBall):
+            radius = perturbation.radii(middle).unsqueeze(-1).expand_as(middle)
+            block = torch.arange(middle.shape[1], device=middle.device).repeat_interleave(middle.shape[2])
+        else:
+            radius = torch.as_tensor(perturbation.eps).to(middle).expand_as(middle)
+            block = torch.zeros(middle[0].numel(), dtype=torch.long, device=middle.device)
+        self.centre, self.radius, self.block = middle.detach().flatten(1), radius.detach().flatten(1), block
+
+    @staticmethod
+    def find(network) -> _Region | None:
+        """The region, or None where it is not one of these three kinds or there are several perturbed inputs."""
+        roots = [root for root in network.roots() if getattr(root, "perturbation", None) is not None]
+        if len(roots) != 1:
+            return None
+        perturbation = roots[0].perturbation
+        is_l2 = type(perturbation) is PerturbationLpNorm and perturbation.norm == 2 and perturbation.x_L is None
+        known = is_box(roots[0]) or is_l2 or isinstance(perturbation, PerturbationTokenBall)
+        return _Region(roots[0]) if known else None
+
+    def is_same(self, other: _Region) -> bool:
+        """Whether `other`, of one batch element or as many, is the same region everywhere."""
+        return torch.equal(self.block, other.block) and all(
+            there.shape[1:] == here.shape[1:] and there.shape[0] in (1, here.shape[0]) and bool((here == there).all())
+            for here, there in ((self.centre, other.centre), (self.radius, other.radius))
+        )
 
 
 class _Vectors:
     """Each vector of a node as centre + form t + e: (b, h, m, c), (b, h, m, c, x), and the size of e, (b, h, m, c)."""
 
-    def __init__(self, network, node, turned: bool):
+    def __init__(self, network, node, region: _Region, turned: bool):
         low_bias, high_bias, [(root, low, high)] = affine_forms(network, node)
-        radius = ((root.upper - root.lower) / 2).flatten(1).unsqueeze(1)
-        middle = ((root.upper + root.lower) / 2).flatten(1)
         low, high = (a.flatten(2).transpose(0, 1) for a in (low, high))  # (b, size, x)
         form = (low + high) / 2
-        centre = torch.einsum("bsx,bx->bs", form, middle) + (low_bias + high_bias) / 2
+        centre = torch.einsum("bsx,bx->bs", form, region.centre) + (low_bias + high_bias) / 2
         # half of u(x) - l(x) at its largest: what the middle form may be wrong by, around its own centre
         error = (concretized(root, high - low, 1) + high_bias - low_bias).clamp(min=0) / 2
         shape = node.output_shape[1:]
-        form = form * radius
+        form = form * region.radius.unsqueeze(1)
         error = error + 4 * torch.finfo(form.dtype).eps * (form.abs().sum(-1) + centre.abs())  # rounding of the centre
         self.centre, self.form, self.error = (_arranged(t, shape, turned).detach() for t in (centre, form, error))
-        self.size = self.form.square().sum(-2)  # of every generator, squared
+        size = self.form.square().sum(-2)  # (b, h, m, x)
+        blocks = size.new_zeros(*size.shape[:-1], int(region.block.max()) + 1)
+        self.size = blocks.index_add(-1, region.block, size)  # of every block of generators, squared
 
 
 def _arranged(t: Tensor, shape, turned: bool) -> Tensor:
@@ -106,12 +141,13 @@ def _arranged(t: Tensor, shape, turned: bool) -> Tensor:
 
 
 def remainder(
-    q_form: Tensor, q_error: Tensor, q_size: Tensor, k_form: Tensor, k_error: Tensor, k_size: Tensor
+    q_form: Tensor, q_error: Tensor, q_size: Tensor, k_form: Tensor, k_error: Tensor, k_size: Tensor, block: Tensor
 ) -> Tensor:
-    """Enclosures (2, m) of (Q t + e) . (K t + e') over |t| <= 1, |e| <= E, |e'| <= E': largest first, then smallest.
+    """Enclosures (2, m) of (Q t + e) . (K t + e') for |e| <= E, |e'| <= E' and every block of t in a unit ball.
 
-    q_form (c, x), q_error (c), k_form (m, c, x), k_error (m, c). The sizes, (x) and (m, x), set the generators'
-    weights; any positive ones are sound, the columns' norms are good.
+    q_form (c, x), q_error (c), k_form (m, c, x), k_error (m, c), block (x,) the block of every coordinate of t; the
+    largest value comes first, then the smallest. The sizes, (blocks) and (m, blocks), set the blocks' weights; any
+    positive ones are sound, the blocks' norms are good.
     """
     c = q_form.shape[0]
     tiny = torch.finfo(q_form.dtype).tiny ** 0.5
@@ -119,8 +155,8 @@ def remainder(
     ratio = (k_size.sum(-1) + k_error.sum(-1)).clamp(min=tiny) / (q_size.sum() + q_error.sum()).clamp(min=tiny)
     scale = ratio.clamp(1e-12, 1e12).sqrt().unsqueeze(-1)  # (m, 1)
     q_error, k_error = q_error * scale, k_error / scale
-    weights = q_size * scale + k_size / scale + tiny  # (m, x); those of e and e' are their own sizes
-    root = weights.rsqrt().unsqueeze(1)
+    weights = q_size * scale + k_size / scale + tiny  # (m, blocks); those of e and e' are their own sizes
+    root = weights.rsqrt()[:, block].unsqueeze(1)
     generators = torch.cat([q_form * (scale.unsqueeze(-1) * root), k_form * (root / scale.unsqueeze(-1))], 1)
     gram = (generators @ generators.transpose(-1, -2)).double()
     if not torch.isfinite(gram).all():

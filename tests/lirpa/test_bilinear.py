@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 import torch
-from attn_bounds_lirpa import attach
+from attn_bounds_lirpa import PerturbationTokenBall, attach
 from attn_bounds_lirpa.attention import BoundScoreDifferences, pair_indices
 from attn_bounds_lirpa.bilinear import remainder
 from attn_bounds_lirpa.compat import IS_03
+from auto_LiRPA import BoundedTensor
 
 from tests.lirpa.conftest import Block, ball, convert, every_output
 
@@ -28,7 +29,7 @@ def test_remainder_encloses_every_corner(dtype, errors, scale):
     q, k = torch.randn(2, 2, 5, generator=generator, dtype=dtype)
     k, many = scale * torch.stack([k, q, -q, 0 * k]), 4
     q_error, k_error = torch.full((2,), errors, dtype=dtype), torch.full((many, 2), errors * scale, dtype=dtype)
-    high, low = remainder(q, q_error, sizes(q), k, k_error, sizes(k))
+    high, low = remainder(q, q_error, sizes(q), k, k_error, sizes(k), torch.arange(5))
     corners = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=9)), dtype=dtype)
     corners = torch.cat([corners, corners * torch.rand(corners.shape, generator=generator, dtype=dtype)])
     t, e, f = corners.split([5, 2, 2], -1)
@@ -124,16 +125,62 @@ def test_a_batch_of_parts_uses_what_holds_for_the_whole():
         torch.testing.assert_close(three[side], one[side].expand_as(three[side]), rtol=0, atol=1e-10)
 
 
-def test_no_joint_remainder_without_a_box():
+@pytest.mark.parametrize("blocks", [[0, 0, 0, 0, 0], [0, 0, 1, 1, 2]])
+def test_remainder_encloses_products_of_balls(blocks):
+    generator, block = torch.Generator().manual_seed(5), torch.tensor(blocks)
+    q, k = (torch.randn(*shape, 3, 5, generator=generator, dtype=torch.float64) for shape in ((), (4,)))
+    ids = torch.nn.functional.one_hot(block).double()
+    high, low = remainder(
+        q,
+        q.new_zeros(3),
+        (q.square().sum(0) @ ids).sqrt(),
+        k,
+        k.new_zeros(4, 3),
+        (k.square().sum(1) @ ids).sqrt(),
+        block,
+    )
+    t = torch.randn(4, 20000, 5, generator=generator, dtype=torch.float64)
+    form = q.T @ k  # of t^T form t
+    for _ in range(30):  # ascent towards the largest value
+        t = t / (t.square() @ ids).sqrt()[..., block]
+        value = ((t @ form) * t).sum(-1)
+        assert (value <= high.unsqueeze(-1)).all() and (value >= low.unsqueeze(-1)).all()
+        t = t + 0.3 * t @ (form + form.transpose(-1, -2))
+    if len(set(blocks)) == 1:  # one ball: the largest eigenvalue itself
+        torch.testing.assert_close(value.amax(-1), high, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["l2", "tokens"])
+def test_balls_have_joint_remainders_too(kind):
+    model, x = two_blocks(1), torch.randn(1, 4, 6, dtype=torch.float64)
+    network, plain = convert(model, x), convert(model, x)
+    for one in (network, plain):
+        attach(one)
+    for node in differences(plain):
+        node.max_work = 0
+    noise, size = torch.randn(2000, 4, 6, dtype=x.dtype), torch.tensor([0.2, 0.0, 0.1, 0.2], dtype=x.dtype)
+    if kind == "l2":
+        region = ball(x, 0.2, norm=2)
+        points = x + 0.2 * noise / noise.flatten(1).norm(dim=1).view(-1, 1, 1)
+    else:
+        region = BoundedTensor(x, PerturbationTokenBall(size))
+        points = x + size.view(-1, 1) * noise / noise.norm(dim=-1, keepdim=True)
+    C = every_output(x)
+    (low, high), (wide_low, wide_high) = bounds(network, region, C), bounds(plain, region, C)
+    assert (high - low).sum() < (wide_high - wide_low).sum()
+    values = model(points).flatten(1)
+    assert (values.amax(0) <= high.flatten()).all() and (values.amin(0) >= low.flatten()).all()
+    assert all(node.known_joint.is_bound for node in differences(network))
+
+
+def test_no_joint_remainder_where_the_region_is_of_another_kind():
     model, x = two_blocks(1), torch.randn(1, 4, 6, dtype=torch.float64)
     network = convert(model, x)
     attach(network)
-    low, high = bounds(network, ball(x, 0.05, norm=2), every_output(x))
+    low, high = (bound.flatten() for bound in bounds(network, ball(x, 0.3, norm=1), every_output(x)))
     assert all(node.known_joint is None for node in differences(network))
-    values = model(
-        x + 0.05 * torch.nn.functional.normalize(torch.randn(500, 24, dtype=x.dtype)).view(500, 4, 6)
-    ).flatten(1)
-    low, high = low.flatten(), high.flatten()
+    corners = x + 0.3 * torch.cat([torch.eye(24, dtype=x.dtype), -torch.eye(24, dtype=x.dtype)]).view(48, 4, 6)
+    values = model(corners).flatten(1)
     assert (values.amax(0) <= high).all() and (values.amin(0) >= low).all() and torch.isfinite(high).all()
 
 
