@@ -62,7 +62,9 @@ def run(args) -> int:
             continue
         try:
             if where is not None:
-                verdict = checkout.run_checkout(where, args.config, instance)
+                verdict = checkout.run_checkout(
+                    where, args.config, instance, args.results / f"{name}.log" if args.results else None
+                )
             else:
                 if instance.onnx not in verifiers:
                     verifiers = {instance.onnx: Verifier(instance.onnx, settings)}

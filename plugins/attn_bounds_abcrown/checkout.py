@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import torch
 
 from attn_bounds.errors import ArgumentError
 
@@ -27,7 +30,10 @@ def check_checkout(path: str | Path) -> Path:
 
 
 def run_checkout(checkout: Path, config: Path, instance: Instance, log: Path | None = None) -> Verdict:
-    """Verdict of the checkout's verifier; `unsat` is withdrawn if an attack finds a violated point."""
+    """Verdict of the checkout's verifier; `unsat` is withdrawn if an attack finds a violated point.
+
+    `method` keeps the verifier's own word; what it printed goes to the file `log`.
+    """
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.txt")
@@ -35,25 +41,46 @@ def run_checkout(checkout: Path, config: Path, instance: Instance, log: Path | N
         command += ["--config", str(config.resolve()), "--onnx_path", str(instance.onnx.resolve())]
         command += ["--vnnlib_path", str(instance.vnnlib.resolve()), "--timeout", str(instance.timeout)]
         command += ["--results_file", str(result)]
+        if not torch.cuda.is_available():  # the verifier's default is a GPU
+            command += ["--device", "cpu"]
         try:
             done = subprocess.run(
-                command, cwd=folder, capture_output=True, text=True, timeout=2 * instance.timeout + 120, check=False
+                command,
+                cwd=folder,
+                env=_environment(),
+                capture_output=True,
+                text=True,
+                timeout=2 * instance.timeout + 120,
+                check=False,
             )
         except subprocess.TimeoutExpired:
-            return Verdict("timeout", seconds=time.monotonic() - start, method="alpha-beta-CROWN")
+            return Verdict("timeout", seconds=time.monotonic() - start, method="alpha-beta-CROWN: stopped from outside")
         if log is not None:
             log.write_text(done.stdout + done.stderr)
         word = _word(result) if done.returncode == 0 else "error"
-    verdict = Verdict(word, method="alpha-beta-CROWN")
+    verdict = Verdict(word, method=f"alpha-beta-CROWN: {word}")
+    if word == "error":
+        verdict.method += f" ({_last_line(done.stderr) or 'no result written'})"
     if word in ("sat", "unsat"):
         model, prop = load_onnx(instance.onnx), read_vnnlib(instance.vnnlib)
         verdict.counterexample = find_counterexample(onnx_to_torch(model), model, prop, input_shape(model))
         if verdict.counterexample is not None:
             verdict.word = "sat"
         elif word == "sat":
-            verdict.word, verdict.method = "unknown", "alpha-beta-CROWN said sat; no point re-checked in onnxruntime"
+            verdict.word = "unknown"
+            verdict.method += "; no point re-checked in onnxruntime"
     verdict.seconds = time.monotonic() - start
     return verdict
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, with its import path: the verifier runs in a folder of its own."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(entry or ".").resolve()) for entry in sys.path)}
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else ""
 
 
 def _word(path: Path) -> str:

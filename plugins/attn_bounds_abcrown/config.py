@@ -52,17 +52,18 @@ def settings_from(config: dict) -> Settings:
     default = Settings()
     return Settings(
         graph=graph,
-        rows_iterations=_option(hook, "rows_iterations", default.rows_iterations),
-        iterations=_option(hook, "iterations", default.iterations),
+        rows_iterations=_option(hook, "rows_iterations") or default.rows_iterations,
+        iterations=_option(hook, "iterations") or default.iterations,  # 0 leaves them to the verifier, which is not here
+        leaves=0 if general.get("complete_verifier") == "skip" else default.leaves,
         restarts=_positive(attack, "pgd_restarts", default.restarts),
         steps=_positive(attack, "pgd_steps", default.steps),
         double=bool(general.get("double_fp", False)),
     )
 
 
-def _option(hook: str, name: str, default: int) -> int:
+def _option(hook: str, name: str) -> int:
     match = re.search(rf"[(,\s]{name}\s*=\s*(\d+)", hook)
-    return int(match[1]) if match else default
+    return int(match[1]) if match else 0
 
 
 def _positive(section: dict, name: str, default: int) -> int:

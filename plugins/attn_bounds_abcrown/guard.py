@@ -46,6 +46,8 @@ class _Guard:
         return guarded
 
     def _check(self, result, box, C, interm_bounds):
+        if not isinstance(result, (tuple, list)):  # init_alpha(skip_bound_compute=True): no bounds in it
+            return result
         lower, upper = result[:2]
         if isinstance(lower, Tensor):
             lower = torch.where(torch.isfinite(lower), lower, torch.full_like(lower, torch.finfo(lower.dtype).min))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import math
 import tempfile
+import time
 from pathlib import Path
 
 import attn_bounds_lirpa
@@ -22,19 +24,20 @@ def fuse_attention(
     regime: str = "wide",
     rows: int = 1024,
     iterations: int = 0,
-    rows_iterations: int = 15,
+    rows_iterations: int = 0,
+    seconds: float = math.inf,
     lr: float = 0.2,
     guard: bool = True,
 ) -> None:
     """Give a converted network the attention operators, a sound softmax, and a guard against unsound verdicts.
 
     regime: "wide" (value-aware relaxation). rows: largest number of extra backward rows for the values' range.
-    iterations: Adam steps of the row-by-row optimisation at the root (0: only what the verifier itself optimises),
-    rows_iterations: the same for the intermediate rows. The options may also stand in the verifier's bound options,
-    `model: bound_opts: "{'attn_bounds': {...}}"`, which win.
+    rows_iterations: Adam steps for each intermediate row at the root, iterations: the same for the final rows (both 0:
+    only what the verifier itself optimises); nothing new is started after `seconds` of it. The options may also stand
+    in the verifier's bound options, `model: bound_opts: "{'attn_bounds': {...}}"`, which win.
     """
     options = {"regime": regime, "rows": rows, "iterations": iterations, "rows_iterations": rows_iterations}
-    options.update(lr=lr, guard=guard)
+    options.update(seconds=seconds, lr=lr, guard=guard)
     given = network.bound_opts.get("attn_bounds", {})
     unknown = set(given) - set(options)
     if unknown:
@@ -47,7 +50,7 @@ def fuse_attention(
         print(f"attn-bounds: attention at {name} fused")
     for name, reason in report["skipped"].items():
         print(f"attn-bounds: softmax {name} repaired but not fused: {reason}")
-    if options["iterations"]:
+    if options["iterations"] or options["rows_iterations"]:
         _optimise_at_root(network, options)
     if options["guard"]:
         install_guard(network)
@@ -83,7 +86,14 @@ def _optimise_at_root(network, options: dict) -> None:
             network.init_alpha = init_alpha
             try:
                 _, bounds, _ = optimised_lower_bound(
-                    network, x, c, options["rows_iterations"], options["iterations"], options["lr"], stop_above=0.0
+                    network,
+                    x,
+                    c,
+                    options["rows_iterations"],
+                    options["iterations"],
+                    options["lr"],
+                    time.monotonic() + options["seconds"],
+                    stop_above=0.0,
                 )
             finally:
                 network.compute_bounds = with_known_bounds

@@ -1,8 +1,11 @@
-"""An incomplete verifier of its own: one pass of bounds, rows with optimised parameters, then an attack."""
+"""An incomplete verifier of its own: one pass of bounds, rows with optimised parameters, ReLU splits, an attack."""
 
 from __future__ import annotations
 
+import io
+import logging
 import math
+import re
 import time
 import warnings
 from dataclasses import dataclass
@@ -12,9 +15,10 @@ import attn_bounds_lirpa
 import numpy as np
 import torch
 from attn_bounds_lirpa.optimise import optimised_lower_bound
+from attn_bounds_lirpa.split import split_rows
 from auto_LiRPA import BoundedModule, BoundedTensor, PerturbationLpNorm
 
-from attn_bounds.errors import ShapeError
+from attn_bounds.errors import ShapeError, UnsupportedModelError
 
 from .attack import find_counterexample
 from .guard import install_guard
@@ -36,12 +40,16 @@ class Verdict:
 
 @dataclass
 class Settings:
-    """`graph`: fuse_attention, repair_softmax or stock; the iterations are Adam steps for rows and for final rows."""
+    """`graph`: fuse_attention, repair_softmax or stock; the iterations are Adam steps for rows and for final rows.
+
+    `leaves`: how many parts of the region the ReLU splits may bound in all; 0 leaves them out.
+    """
 
     graph: str = "fuse_attention"
     rows_iterations: int = 8
     iterations: int = 15
     lr: float = 0.25
+    leaves: int = 2000
     restarts: int = 20
     steps: int = 40
     double: bool = False
@@ -59,14 +67,7 @@ class Verifier:
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self.network = BoundedModule(
-                    self.module,
-                    torch.zeros(self.shape, dtype=self.dtype),
-                    bound_opts={**attn_bounds_lirpa.OPTIONS},
-                    verbose=False,
-                )
+            self.network = _bounded(self.module, torch.zeros(self.shape, dtype=self.dtype))
         finally:
             torch.set_default_dtype(before)
         if self.settings.graph == "fuse_attention":
@@ -94,12 +95,10 @@ class Verifier:
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
-            first, best = self._margins(prop, deadline)
+            first, best, method = self._margins(prop, deadline)
         finally:
             torch.set_default_dtype(before)
-        verdict = Verdict("unknown", _lowest(first, prop), _lowest(best, prop), method="crown")
-        if best is not first:
-            verdict.method = "optimised rows"
+        verdict = Verdict("unknown", _lowest(first, prop), _lowest(best, prop), method=method)
         if verdict.margin_alpha > 0:
             verdict.word = "unsat"
             return verdict
@@ -111,14 +110,53 @@ class Verifier:
             verdict.word = "timeout"
         return verdict
 
-    def _margins(self, prop: Property, deadline: float) -> tuple[np.ndarray, np.ndarray]:
-        """Lower bounds of a . y - b, row by row, after the first pass and in the end."""
+    def _margins(self, prop: Property, deadline: float) -> tuple[np.ndarray, np.ndarray, str]:
+        """Lower bounds of a . y - b, row by row, after the first pass and in the end, and what the latter rest on."""
         x, C, limits = box_and_rows(prop, self.shape, self.dtype)
-        options = self.settings
-        best, _, first = optimised_lower_bound(
-            self.network, (x,), C, options.rows_iterations, options.iterations, options.lr, deadline, stop_above=limits
+        options, method = self.settings, "crown"
+        best, bounds, first = optimised_lower_bound(
+            self.network, (x,), C, options.rows_iterations, 0, options.lr, deadline, stop_above=limits
         )
-        return tuple((bound - limits)[0].double().cpu().numpy() for bound in (first, best))
+        if (first <= limits).any():
+            method = "optimised rows"
+        rows = (best <= limits)[0].nonzero().squeeze(-1)
+        if len(rows) and time.monotonic() < deadline:
+            found = split_rows(
+                self.network,
+                (x,),
+                C[:, rows],
+                limits[:, rows],
+                bounds,
+                deadline,
+                iterations=options.iterations,
+                lr=options.lr,
+                max_leaves=options.leaves,
+            )
+            best = best.index_copy(1, rows, torch.maximum(best[:, rows], found.lower))
+            if found.leaves > len(rows):
+                method = f"optimised rows, {found.leaves} leaves of ReLU splits"
+        margins = ((bound - limits)[0].double().cpu().numpy() for bound in (first, best))
+        return *margins, method
+
+
+def _bounded(module: torch.nn.Module, example: torch.Tensor) -> BoundedModule:
+    """The module as auto_LiRPA's graph; operators that it has no bounds for are named in one line."""
+    from auto_LiRPA.utils import logger
+
+    lines = io.StringIO()
+    others, passed_on = logger.handlers[:], logger.propagate
+    logger.handlers[:], logger.propagate = [logging.StreamHandler(lines)], False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return BoundedModule(module, example, bound_opts={**attn_bounds_lirpa.OPTIONS}, verbose=False)
+    except Exception as error:  # NotImplementedError where it has no bounds, others where its conversion stumbles
+        names = sorted(set(re.findall(r"'operator': '(\w+)'|Name: (onnx::\w+)", lines.getvalue())))
+        named = ", ".join("".join(pair).removeprefix("onnx::") for pair in names)
+        reason = named or " ".join(f"the conversion failed with {type(error).__name__}: {error}".split())
+        raise UnsupportedModelError(f"onnx: auto_LiRPA has no bounds for operators of this network: {reason}") from error
+    finally:
+        logger.handlers[:], logger.propagate = others, passed_on
 
 
 def box_and_rows(prop: Property, shape: tuple[int, ...], dtype: torch.dtype):

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from attn_bounds.errors import MissingDependencyError, ModelLoadError, UnsupportedModelError
+from attn_bounds.errors import AttnBoundsError, MissingDependencyError, ModelLoadError, UnsupportedModelError
 
 
 def load_onnx(path: str | Path):
@@ -52,18 +52,37 @@ def input_shape(model) -> tuple[int, ...]:
 
 
 def onnx_to_torch(model) -> torch.nn.Module:
-    """Convert a parsed ONNX model to a torch module with the same outputs, in evaluation mode."""
+    """Convert a parsed ONNX model to a torch module in evaluation mode, its outputs compared with onnxruntime's."""
     converter = import_onnx2pytorch()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            module = converter.ConvertModel(_with_constant_shapes(model), experimental=True)
-        except NotImplementedError as error:
-            raise UnsupportedModelError(f"onnx: an operator cannot be converted: {error}") from error
-    module = module.eval()
+            module = converter.ConvertModel(_with_constant_shapes(model), experimental=True).eval()
+            difference = _largest_difference(module, model)
+        except AttnBoundsError:
+            raise
+        except Exception as error:  # the converter fails in many ways on what it does not know
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UnsupportedModelError(f"onnx: an operator cannot be converted: {reason}") from error
+    if not difference < 1e-3:
+        raise UnsupportedModelError(f"onnx: the converted network's outputs differ from onnxruntime's by {difference:.2g}")
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     return module
+
+
+def _largest_difference(module: torch.nn.Module, model) -> float:
+    """Largest difference of the outputs at two random inputs, relative to the largest output."""
+    ort = _need("onnxruntime")
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    worst = 0.0
+    for seed in (0, 1):
+        x = np.random.default_rng(seed).standard_normal(input_shape(model)).astype(np.float32)
+        y = session.run(None, {session.get_inputs()[0].name: x})[0]
+        with torch.no_grad():
+            mine = module(torch.from_numpy(x)).numpy().reshape(y.shape)
+        worst = max(worst, float(np.abs(mine - y).max() / (1 + np.abs(y).max())))
+    return worst
 
 
 def _with_constant_shapes(model):

@@ -18,7 +18,7 @@ from .compat import IS_03
 _SETTINGS = {  # a verifier may have set these for its own passes
     "enable_alpha_crown": True,
     "enable_beta_crown": False,
-    "init_alpha": True,
+    "init_alpha": False,
     "use_shared_alpha": False,
     "fix_interm_bounds": True,
     "keep_best": True,
@@ -43,7 +43,7 @@ def optimised_lower_bound(
 
     Rows above `stop_above` (a number, or broadcastable to (b, s)) are done and not optimised further; nothing new is
     started after `deadline` (time.monotonic()). Returns the lower bounds, the intermediate bounds they rest on as
-    {node name: (lower, upper)}, and the lower bounds after the first pass.
+    {node name: (lower, upper)}, and the lower bounds after the first pass. No iterations: that part is left out.
     """
     if IS_03:
         raise MethodNotApplicableError("optimised_lower_bound: needs auto_LiRPA 0.7; use method='CROWN-Optimized'")
@@ -59,7 +59,7 @@ def optimised_lower_bound(
         open_rows = torch.ones_like(best, dtype=torch.bool) if stop_above is None else ~(best > stop_above)
         return open_rows.any(0).nonzero().squeeze(-1)
 
-    for name in _rows_worth_optimising(network):
+    for name in _rows_worth_optimising(network) if rows_iterations else ():
         if not len(left()):
             return best, bounds, first
         _tighten(network, x, name, bounds, rows_iterations, lr, deadline)
@@ -73,9 +73,9 @@ def optimised_lower_bound(
         bounds = _intersect(bounds, _known_bounds(network))
         best = torch.maximum(best, again.detach())
     rows = left()
-    if len(rows):
+    if len(rows) and iterations:
         stop = None if stop_above is None else _columns(stop_above, best, rows)
-        final = _optimise(network, x, None, C[:, rows], bounds, iterations, lr, "lower", deadline, stop)
+        final = optimisation(network, x, None, C[:, rows], bounds, iterations, lr, "lower", deadline, stop)
         best = best.index_copy(1, rows, torch.maximum(best[:, rows], final))
     return best, bounds, first
 
@@ -154,8 +154,8 @@ def _tighten(network, x, name, bounds, iterations, lr, deadline):
     C = torch.zeros(lower.shape[0], len(index), lower.shape[1], dtype=lower.dtype, device=lower.device)
     C[:, torch.arange(len(index)), index] = 1
     before = {key: value for key, value in bounds.items() if key != name and _comes_before(network, key, name)}
-    low = _optimise(network, x, name, C, before, iterations, lr, "lower", deadline)
-    high = _optimise(network, x, name, C, before, iterations, lr, "upper", deadline)
+    low = optimisation(network, x, name, C, before, iterations, lr, "lower", deadline)
+    high = optimisation(network, x, name, C, before, iterations, lr, "upper", deadline)
     new_lower, new_upper = lower.clone(), upper.clone()
     new_lower[:, index] = torch.maximum(lower[:, index], low)
     new_upper[:, index] = torch.minimum(upper[:, index], high)
@@ -175,31 +175,47 @@ def _comes_before(network, key: str, name: str) -> bool:
     return False
 
 
-def _optimise(network, x, name, C, interm_bounds, iterations, lr, side, deadline, stop_above=None) -> Tensor:
-    """CROWN-Optimized bounds of C . node with the given bounds of everything before it kept fixed."""
-    for node in network.nodes():
-        node.used = False
-        if hasattr(node, "alpha"):
-            node.alpha = type(node.alpha)()
+def optimisation(
+    network, x, name, C, interm_bounds, iterations, lr, side, deadline,
+    stop_above=None, alphas: dict[str, Tensor] | None = None, multipliers: bool = False,
+) -> Tensor:  # fmt: skip
+    """CROWN-Optimized bounds of C . node, one side, with the given bounds of everything before it kept fixed.
+
+    alphas: parameters to start from, {node name: tensor}, instead of the defaults. multipliers: the ReLU inputs carry
+    multipliers of signs (`sparse_betas`), to be optimised too.
+    """
     network.last_final_node_name = None
     args = network.bound_opts["optimize_bound_args"]
     saved = dict(args)
     args.update(_SETTINGS, iteration=iterations, lr_alpha=lr, early_stop_patience=iterations)
+    args.update(enable_beta_crown=multipliers, lr_beta=lr)
     args["max_time"] = max(0.0, deadline - time.monotonic())
     if stop_above is not None:
         args["stop_criterion_func"] = lambda bound: (bound.flatten(1) > stop_above).all(1, keepdim=True)
+    sides = {"bound_lower": side == "lower", "bound_upper": side == "upper"}
     try:
+        _set_parameters(network, x, name, C, interm_bounds, sides, alphas)
         with contextlib.redirect_stdout(io.StringIO()):
             lower, upper = network.compute_bounds(
-                x=x,
-                C=C,
-                method="CROWN-Optimized",
-                final_node_name=name,
-                interm_bounds=interm_bounds,
-                bound_lower=side == "lower",
-                bound_upper=side == "upper",
+                x=x, C=C, method="CROWN-Optimized", final_node_name=name, interm_bounds=interm_bounds, **sides
             )
     finally:
         args.clear()
         args.update(saved)
     return (lower if side == "lower" else upper).detach().flatten(1)
+
+
+def _set_parameters(network, x, name, C, interm_bounds, sides: dict, alphas: dict[str, Tensor] | None) -> None:
+    """Default parameters (a pass with the known bounds, much cheaper than the one that would look for them), or given ones."""
+    for node in network.nodes():
+        node.used = False
+        if hasattr(node, "alpha"):
+            node.alpha = type(node.alpha)()
+    if alphas is None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            network.init_alpha(x, c=C, final_node_name=name, interm_bounds=interm_bounds, **sides)
+        return
+    for node in network.get_enabled_opt_act():
+        node.opt_init()
+    for key, value in alphas.items():
+        network[key].alpha[name or network.final_name] = value.clone().requires_grad_()

@@ -23,9 +23,10 @@ from attn_bounds_abcrown.incomplete import Settings, Verifier  # noqa: E402
 from attn_bounds_abcrown.onnx_route import input_shape, load_onnx, onnx_to_torch  # noqa: E402
 from attn_bounds_abcrown.vnnlib_reader import read_vnnlib  # noqa: E402
 from attn_bounds_lirpa.compat import IS_03  # noqa: E402
+from auto_LiRPA import BoundedTensor, PerturbationLpNorm  # noqa: E402
 
 from attn_bounds.cli import main  # noqa: E402
-from attn_bounds.errors import ArgumentError  # noqa: E402
+from attn_bounds.errors import ArgumentError, RegionError  # noqa: E402
 from tests.lirpa.conftest import Block, ball, convert  # noqa: E402
 from tests.lirpa.small_onnx import save_attention_network, vnnlib_text  # noqa: E402
 
@@ -234,6 +235,88 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(network_file, tmp_path, caps
     error = capsys.readouterr().err.strip()
     assert message in error and len(error.splitlines()) == 1
     assert not list(results.glob("*"))
+
+
+def save_network_with(path, operator):
+    """MatMul, one operator without attributes, MatMul: three inputs, three outputs."""
+    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
+    weights = onnx.numpy_helper.from_array(np.eye(3, dtype=np.float32), "w")
+    nodes = [
+        helper.make_node("MatMul", ["input", "w"], ["a"]),
+        helper.make_node(operator, ["a"], ["b"]),
+        helper.make_node("MatMul", ["b", "w"], ["output"]),
+    ]
+    ends = [[helper.make_tensor_value_info(name, kind, ["batch", 3])] for name in ("input", "output")]
+    graph = helper.make_graph(nodes, "g", *ends, [weights])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)])
+    model.ir_version = 7
+    onnx.save(model, path)
+
+
+@pytest.mark.parametrize(
+    ("operator", "message"), [("Celu", "cannot bound this network: celu"), ("IsInf", "cannot be converted")]
+)
+def test_unsupported_operators_end_in_one_line_and_exit_code_2(operator, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("ATTN_BOUNDS_ABCROWN", raising=False)
+    save_network_with(tmp_path / "net.onnx", operator)
+    prop = write(tmp_path / "p.vnnlib", vnnlib_text(np.full(3, 0.5), 0.1, 0))
+    config = write(tmp_path / "c.yaml", "general: {}\n")
+    arguments = ["verify", "--config", str(config), "--onnx", str(tmp_path / "net.onnx"), "--vnnlib", str(prop)]
+    assert main([*arguments, "--results", str(tmp_path / "results")]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error and len(error.splitlines()) == 1
+    assert not list((tmp_path / "results").glob("*"))
+
+
+def test_a_disjunction_about_inputs_ends_in_exit_code_2(network_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("ATTN_BOUNDS_ABCROWN", raising=False)
+    text = vnnlib_text(np.zeros((4, 6)), 0.1, 0) + "(assert (or (<= X_0 0.0) (>= X_0 0.05)))\n"
+    prop = write(tmp_path / "p.vnnlib", text)
+    config = write(tmp_path / "c.yaml", "general: {}\n")
+    arguments = ["verify", "--config", str(config), "--onnx", str(network_file), "--vnnlib", str(prop)]
+    assert main([*arguments, "--results", str(tmp_path / "results")]) == 2
+    error = capsys.readouterr().err.strip()
+    assert "disjunction" in error and len(error.splitlines()) == 1
+    assert not list((tmp_path / "results").glob("*"))
+
+
+@verifier
+def test_the_guard_passes_on_what_holds_no_bounds():
+    """The verifier's branch and bound sets up its parameters by init_alpha without computing bounds."""
+    torch.manual_seed(0)
+    model, x = Flat(), torch.randn(1, 4, 6)
+    network = convert(model, x)
+    install_guard(network)
+    region = ball(x, 0.05)
+    region.ptb.x_L, region.ptb.x_U = x - 0.05, x + 0.05
+    C = torch.randn(1, 2, 3)
+    _, _, bounds = network.init_alpha((region,), c=C, bound_upper=False)
+    kept = {name: tuple(t.clone() for t in pair) for name, pair in bounds.items()}
+    alphas = {node.name: dict(node.alpha) for node in network.get_enabled_opt_act()}
+    again = network.init_alpha(
+        (region,), c=C, bound_upper=False, interm_bounds=kept, reference_alphas=alphas, skip_bound_compute=True
+    )
+    assert again.keys() == bounds.keys()
+
+
+@verifier
+def test_token_balls_contain_the_joint_ball_and_need_a_radius():
+    model, x = Flat(), torch.randn(1, 4, 6)
+    C = torch.eye(3).unsqueeze(0)
+    joint = convert(model, x)
+    region = BoundedTensor(x, PerturbationLpNorm(norm=2, eps=0.05))
+    fuse_attention(joint, guard=False)
+    lower, _ = joint.compute_bounds(x=(region,), C=C, method="CROWN")
+    each = convert(model, x)
+    fuse_attention(each, guard=False, token_balls=True)
+    with pytest.raises(RegionError, match="epsilon"):
+        each.compute_bounds(x=(BoundedTensor(x, PerturbationLpNorm(norm=2, eps=0)),), C=C, method="CROWN")
+    lower_each, _ = each.compute_bounds(x=(region,), C=C, method="CROWN")
+    assert (lower_each < lower).all()
+    moves = torch.nn.functional.normalize(torch.randn(500, 4, 6), dim=-1)  # every token on the edge of its ball
+    assert (lower_each <= model(x + 0.05 * moves) + 1e-9).all()
+    with pytest.raises(RegionError, match="norm"):
+        each.compute_bounds(x=(ball(x, 0.05),), C=C, method="CROWN")
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
