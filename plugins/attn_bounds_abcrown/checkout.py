@@ -47,7 +47,7 @@ def run_checkout(checkout: Path, config: Path, instance: Instance, log: Path | N
             done = subprocess.run(
                 command,
                 cwd=folder,
-                env=_environment(),
+                env={**os.environ, "PYTHONPATH": import_path()},
                 capture_output=True,
                 text=True,
                 timeout=2 * instance.timeout + 120,
@@ -73,9 +73,9 @@ def run_checkout(checkout: Path, config: Path, instance: Instance, log: Path | N
     return verdict
 
 
-def _environment() -> dict[str, str]:
-    """This process's environment, with its import path: the verifier runs in a folder of its own."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(entry or ".").resolve()) for entry in sys.path)}
+def import_path() -> str:
+    """This process's import path, absolute, as PYTHONPATH of one that runs in another folder."""
+    return os.pathsep.join(str(Path(entry or ".").resolve()) for entry in sys.path)
 
 
 def _last_line(text: str) -> str:

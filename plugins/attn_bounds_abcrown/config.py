@@ -52,8 +52,9 @@ def settings_from(config: dict) -> Settings:
     default = Settings()
     return Settings(
         graph=graph,
+        # the hook's 0 leaves the steps to the verifier, which is not here
         rows_iterations=_option(hook, "rows_iterations") or default.rows_iterations,
-        iterations=_option(hook, "iterations") or default.iterations,  # 0 leaves them to the verifier, which is not here
+        iterations=_option(hook, "iterations") or default.iterations,
         leaves=0 if general.get("complete_verifier") == "skip" else default.leaves,
         restarts=_positive(attack, "pgd_restarts", default.restarts),
         steps=_positive(attack, "pgd_steps", default.steps),

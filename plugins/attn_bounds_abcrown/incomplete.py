@@ -154,7 +154,7 @@ def _bounded(module: torch.nn.Module, example: torch.Tensor) -> BoundedModule:
         names = sorted(set(re.findall(r"'operator': '(\w+)'|Name: (onnx::\w+)", lines.getvalue())))
         named = ", ".join("".join(pair).removeprefix("onnx::") for pair in names)
         reason = named or " ".join(f"the conversion failed with {type(error).__name__}: {error}".split())
-        raise UnsupportedModelError(f"onnx: auto_LiRPA has no bounds for operators of this network: {reason}") from error
+        raise UnsupportedModelError(f"onnx: auto_LiRPA cannot bound this network: {reason}") from error
     finally:
         logger.handlers[:], logger.propagate = others, passed_on
 

@@ -65,7 +65,7 @@ def onnx_to_torch(model) -> torch.nn.Module:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise UnsupportedModelError(f"onnx: an operator cannot be converted: {reason}") from error
     if not difference < 1e-3:
-        raise UnsupportedModelError(f"onnx: the converted network's outputs differ from onnxruntime's by {difference:.2g}")
+        raise UnsupportedModelError(f"onnx: outputs of the converted network are off by {difference:.2g}")
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     return module

@@ -206,7 +206,7 @@ def optimisation(
 
 
 def _set_parameters(network, x, name, C, interm_bounds, sides: dict, alphas: dict[str, Tensor] | None) -> None:
-    """Default parameters (a pass with the known bounds, much cheaper than the one that would look for them), or given ones."""
+    """Give the nodes default parameters, by a pass with the known bounds, or the given ones."""
     for node in network.nodes():
         node.used = False
         if hasattr(node, "alpha"):

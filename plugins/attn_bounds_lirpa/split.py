@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .optimise import optimisation
 
-
 _REPEATS = 12
 
 
@@ -142,7 +141,7 @@ class _Pool:
                 node.inputs[0].sparse_betas = None
 
     def _multipliers(self, leaves: list[Leaf]) -> None:
-        """Give the ReLU inputs with known signs one multiplier for each, where the parent left one that starts there."""
+        """Give the ReLU inputs with known signs one multiplier for each, starting at the parent's where it has one."""
         self.network.split_nodes = []
         for name in self.relus:
             longest = max(len(leaf.signs.get(name, ())) for leaf in leaves)
