@@ -7,5 +7,13 @@ model:
 """
 
 from .hooks import fuse_attention, load_onnx_and_vnnlib, repair_softmax
+from .text import attention_head, text_transformer, token_data
 
-__all__ = ["fuse_attention", "load_onnx_and_vnnlib", "repair_softmax"]
+__all__ = [
+    "attention_head",
+    "fuse_attention",
+    "load_onnx_and_vnnlib",
+    "repair_softmax",
+    "text_transformer",
+    "token_data",
+]

@@ -16,6 +16,7 @@ from attn_bounds.errors import ArgumentError
 
 from .guard import box_of, install_guard
 from .onnx_route import input_shape, load_onnx, onnx_to_torch
+from .token_balls import use_token_balls
 
 
 def fuse_attention(
@@ -27,17 +28,19 @@ def fuse_attention(
     rows_iterations: int = 0,
     seconds: float = math.inf,
     lr: float = 0.2,
+    token_balls: bool = False,
     guard: bool = True,
 ) -> None:
     """Give a converted network the attention operators, a sound softmax, and a guard against unsound verdicts.
 
     regime: "wide" (value-aware relaxation). rows: largest number of extra backward rows for the values' range.
     rows_iterations: Adam steps for each intermediate row at the root, iterations: the same for the final rows (both 0:
-    only what the verifier itself optimises); nothing new is started after `seconds` of it. The options may also stand
-    in the verifier's bound options, `model: bound_opts: "{'attn_bounds': {...}}"`, which win.
+    only what the verifier itself optimises); nothing new is started after `seconds` of it. token_balls: the config's
+    L2 ball is one around each token. The options may also stand in the verifier's bound options,
+    `model: bound_opts: "{'attn_bounds': {...}}"`, which win.
     """
     options = {"regime": regime, "rows": rows, "iterations": iterations, "rows_iterations": rows_iterations}
-    options.update(seconds=seconds, lr=lr, guard=guard)
+    options.update(seconds=seconds, lr=lr, token_balls=token_balls, guard=guard)
     given = network.bound_opts.get("attn_bounds", {})
     unknown = set(given) - set(options)
     if unknown:
@@ -52,6 +55,8 @@ def fuse_attention(
         print(f"attn-bounds: softmax {name} repaired but not fused: {reason}")
     if options["iterations"] or options["rows_iterations"]:
         _optimise_at_root(network, options)
+    if options["token_balls"]:
+        use_token_balls(network)
     if options["guard"]:
         install_guard(network)
 
