@@ -1,4 +1,4 @@
-"""A small text transformer and one attention head with a readout, as models of alpha-beta-CROWN configs, and their data.
+"""A small text transformer and an attention head with a readout, as models of alpha-beta-CROWN configs; their data.
 
 model:
   name: Customized("attn_bounds_abcrown", "text_transformer", width=16, heads=2, blocks=2)
@@ -67,7 +67,7 @@ class TextTransformer(torch.nn.Module):
 
 
 class HeadReadout(torch.nn.Module):
-    """`at_most` minus one readout of one head at one query, (b, 1): positive where the readout stays below `at_most`."""
+    """`at_most` minus a readout of the attention at one query, (b, 1): positive where the readout is below `at_most`."""
 
     def __init__(self, width: int, heads: int, at_most: float, query: int):
         super().__init__()

@@ -292,7 +292,7 @@ def test_the_guard_passes_on_what_holds_no_bounds():
     C = torch.randn(1, 2, 3)
     _, _, bounds = network.init_alpha((region,), c=C, bound_upper=False)
     kept = {name: tuple(t.clone() for t in pair) for name, pair in bounds.items()}
-    alphas = {node.name: dict(node.alpha) for node in network.get_enabled_opt_act()}
+    alphas = {node.name: node.dump_alpha() for node in network.get_enabled_opt_act()}
     again = network.init_alpha(
         (region,), c=C, bound_upper=False, interm_bounds=kept, reference_alphas=alphas, skip_bound_compute=True
     )
