@@ -13,6 +13,7 @@ from torch import Tensor
 from attn_bounds.errors import MethodNotApplicableError
 
 from .attention import BoundAttentionMix, BoundScoreDifferences
+from .base import RelaxedOp
 from .compat import IS_03
 
 _SETTINGS = {  # a verifier may have set these for its own passes
@@ -26,6 +27,9 @@ _SETTINGS = {  # a verifier may have set these for its own passes
     "loss_reduction_func": lambda bound: bound.flatten(1).sum(1, keepdim=True),
     "stop_criterion_func": lambda bound: False,
 }
+
+
+_PARAMETERS = 10**7
 
 
 def optimised_lower_bound(
@@ -151,16 +155,26 @@ def _tighten(network, x, name, bounds, iterations, lr, deadline):
     index = worth.nonzero().squeeze(-1)
     if not len(index):
         return
-    C = torch.zeros(lower.shape[0], len(index), lower.shape[1], dtype=lower.dtype, device=lower.device)
-    C[:, torch.arange(len(index)), index] = 1
     before = {key: value for key, value in bounds.items() if key != name and _comes_before(network, key, name)}
-    low = optimisation(network, x, name, C, before, iterations, lr, "lower", deadline)
-    high = optimisation(network, x, name, C, before, iterations, lr, "upper", deadline)
     new_lower, new_upper = lower.clone(), upper.clone()
-    new_lower[:, index] = torch.maximum(lower[:, index], low)
-    new_upper[:, index] = torch.minimum(upper[:, index], high)
+    for part in index.split(_rows_at_once(network)):
+        if time.monotonic() > deadline:
+            break
+        C = torch.zeros(lower.shape[0], len(part), lower.shape[1], dtype=lower.dtype, device=lower.device)
+        C[:, torch.arange(len(part)), part] = 1
+        low = optimisation(network, x, name, C, before, iterations, lr, "lower", deadline)
+        high = optimisation(network, x, name, C, before, iterations, lr, "upper", deadline)
+        new_lower[:, part] = torch.maximum(lower[:, part], low)
+        new_upper[:, part] = torch.minimum(upper[:, part], high)
     shape = bounds[name][0].shape
     bounds[name] = new_lower.view(shape), new_upper.view(shape)
+
+
+def _rows_at_once(network) -> int:
+    """As many rows as keep each node's parameters, one set a row, within some tens of megabytes."""
+    known = [node for node in network.nodes() if isinstance(node, RelaxedOp)]
+    known = [node for node in known if all(isinstance(source.lower, Tensor) for source in node.inputs)]
+    return max(1, _PARAMETERS // max([1, *(math.prod(node.parameter_shape()) for node in known)]))
 
 
 def _comes_before(network, key: str, name: str) -> bool:
