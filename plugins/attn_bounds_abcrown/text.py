@@ -67,7 +67,7 @@ class TextTransformer(torch.nn.Module):
 
 
 class HeadReadout(torch.nn.Module):
-    """`at_most` minus a readout of the attention at one query, (b, 1): positive where the readout is below `at_most`."""
+    """`at_most` minus a readout of the attention at one query, (b, 1): positive where it stays below `at_most`."""
 
     def __init__(self, width: int, heads: int, at_most: float, query: int):
         super().__init__()

@@ -268,6 +268,7 @@ def test_unsupported_operators_end_in_one_line_and_exit_code_2(operator, message
     assert not list((tmp_path / "results").glob("*"))
 
 
+@verifier
 def test_a_disjunction_about_inputs_ends_in_exit_code_2(network_file, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("ATTN_BOUNDS_ABCROWN", raising=False)
     text = vnnlib_text(np.zeros((4, 6)), 0.1, 0) + "(assert (or (<= X_0 0.0) (>= X_0 0.05)))\n"
