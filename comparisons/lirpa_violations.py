@@ -5,7 +5,8 @@
 A graph is attention alone, with a residual, a block with ReLU, or two attentions, with random weights and tokens, a
 box, an L2 ball or an L2 ball per token, a mask or none, narrow to very wide scores, and several rows. 32 graphs of one
 shape, each with weights, tokens and a radius of its own, are one group and go through auto_LiRPA as one batch; every
-fourth group is one graph at 8 inputs whose weights are constants, where the certificates of single heads apply. Values
+fourth group is one graph at 8 inputs whose weights are constants: there attention that reads the input is one operator
+with certificates and affine bounds of its own, once found in the graph and once as `AttentionHeads`. Values
 come from samples and projected ascent of every row in both directions. Prints one line a kind and the total; a
 violation names its group, which `--only` repeats. Exits with 1 if there is any.
 """
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 KINDS = ("attention", "residual", "block", "two")
+LOCAL_KINDS = ("attention", "attention", "residual", "two")
 REGIONS = ("box", "ball", "tokens")
 BATCH, LOCAL_BATCH = 32, 8
 OPTIONS = {
@@ -52,9 +54,9 @@ class Shape:
 class Graph(nn.Module):
     """base + radius * z through the parts; weights (b, in, out) and biases (b, 1, out) are inputs, or constants."""
 
-    def __init__(self, shape: Shape, constants: list[Tensor] | None = None):
+    def __init__(self, shape: Shape, constants: list[Tensor] | None = None, whole: bool = False):
         super().__init__()
-        self.shape, self.constants = shape, constants
+        self.shape, self.constants, self.whole = shape, constants, whole
 
     def forward(self, z: Tensor, *inputs: Tensor) -> Tensor:
         if self.constants is None:
@@ -74,6 +76,13 @@ class Graph(nn.Module):
 
     def _attention(self, x: Tensor, linear: list[tuple[Tensor, Tensor]]) -> Tensor:
         s = self.shape
+        if self.whole:
+            layers = [nn.Linear(*weight.shape) for weight, _ in linear[:3]]
+            for layer, (weight, bias) in zip(layers, linear[:3], strict=True):
+                layer.weight, layer.bias = nn.Parameter(weight.T), nn.Parameter(bias)
+            mask = None if s.mask is None else s.mask.expand(s.n, s.n)
+            heads = attn_bounds_lirpa.AttentionHeads(*layers, s.heads, s.width**-0.5, mask)
+            return heads(x).matmul(linear[3][0]) + linear[3][1]
         q, k, v = (
             (x.matmul(weight) + bias).reshape(-1, s.n, s.heads, s.width).permute(0, 2, 1, 3)
             for weight, bias in linear[:3]
@@ -143,7 +152,7 @@ def random_group(seed: int, number: int) -> Group:
     rng = np.random.default_rng([seed, number])
     torch.manual_seed(int(rng.integers(2**31)))
     local = number % 4 == 3
-    kind = "attention" if local else str(rng.choice(KINDS))
+    kind = str(rng.choice(LOCAL_KINDS if local else KINDS))
     region = str(rng.choice(("box", "tokens"))) if local else str(rng.choice(REGIONS))
     n, d, heads, width = (int(rng.integers(low, high)) for low, high in ((2, 5), (2, 5), (1, 3), (1, 4)))
     causal, padding = torch.triu(torch.full((n, n), -1e9), 1), torch.tensor([0.0] * (n - 1) + [-1e9])
@@ -217,15 +226,20 @@ def check(group: Group, optimise: bool) -> list[tuple[str, Tensor]]:
     low, high = attained(group)
     size = 1 + torch.maximum(low.abs(), high.abs()) + group.C.abs().sum(-1)
     out = []
-    for name in ("fused",) if group.local else ("fused", "repaired"):
+    for name in ("fused", "whole") if group.local else ("fused", "repaired"):
         sample = (group.base if group.local else torch.zeros_like(group.base), *group.rest())
-        network = BoundedModule(group.graph, sample, bound_opts=OPTIONS, verbose=False)
+        graph = Graph(group.graph.shape, group.graph.constants, name == "whole").eval()
+        network = BoundedModule(graph, sample, bound_opts=OPTIONS, verbose=False)
         if name == "repaired":
             attn_bounds_lirpa.repair_softmax(network)
+        elif name == "whole":
+            assert any(type(node).__name__ == "BoundAttentionHead" for node in network.nodes())
         elif skipped := attn_bounds_lirpa.attach(network)["skipped"]:
             raise RuntimeError(f"attention was not fused: {skipped}")
         methods = ["IBP", "CROWN"] if group.region != "ball" else ["CROWN"]
-        for method in methods + ["CROWN-Optimized"] * (optimise and name == "fused"):
+        if group.local and group.region == "box":
+            methods.append("Forward+Backward")
+        for method in methods + ["CROWN-Optimized"] * (optimise and name != "repaired"):
             lower, upper = bounds(group, network, method)
             outside = (torch.maximum(lower - low, high - upper) / size).amax(1)
             finite = (torch.isfinite(lower) & torch.isfinite(upper)).all(1)

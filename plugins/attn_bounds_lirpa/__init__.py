@@ -1,6 +1,7 @@
 """Verifier plug-in: custom auto_LiRPA bound operators for attention."""
 
 from . import compat  # noqa: F401  (repairs an old auto_LiRPA before anything imports it)
+from .best import best_bounds
 from .fuse import attach, fuse_attention, repair_softmax
 from .modules import AttentionHeads
 from .optimise import optimised_lower_bound
@@ -13,6 +14,7 @@ __all__ = [
     "AttentionHeads",
     "PerturbationTokenBall",
     "attach",
+    "best_bounds",
     "fuse_attention",
     "optimised_lower_bound",
     "repair_softmax",

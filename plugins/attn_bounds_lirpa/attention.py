@@ -19,7 +19,7 @@ from torch import Tensor
 from .base import RelaxedOp
 from .bilinear import JointScores
 from .forms import ValueForms
-from .relaxations import MIX_DEFAULTS, attention_interval, weighted_sum_upper
+from .relaxations import MIX_DEFAULTS, attention_interval, far, weighted_sum_upper
 from .rows import bound_rows, nonzero_groups, value_rows
 
 
@@ -224,7 +224,7 @@ class BoundAttentionMix(RelaxedOp):
         else:
             slope_d = a.sum(-2) - a.sum(-1)
         slope_v = torch.einsum("sbhij,sbhic->sbhjc", m, rows)
-        return (slope_d, slope_v), const.flatten(2).sum(-1)
+        return (slope_d, slope_v), const.flatten(2).sum(-1).masked_fill(far(d_lo, d_hi), torch.nan)
 
     def value_range(self, rows, v_lo, v_hi):
         """Interval of w_ij = rows_i . v_j, (s, b, h, i, j): the values' range in the propagated direction."""

@@ -103,7 +103,8 @@ class BoundTokenHeads(RelaxedOp):
                 return self._answer(bounds[0])
         wide = parameters[..., : -n * d].unflatten(-1, (rows.shape[2], n, n, 4))
         bounds.append(scores.upper(rows, wide))
-        if certified is not None and (free or not whole or bool((certified.counts > 1).any())):
+        # where a row is one group and that is all there is, no slope says more than the largest value does
+        if certified is not None and (not whole or bool((certified.counts > 1).any())):
             tilts = parameters[..., -n * d :].unflatten(-1, (n, d))
             found = self._affine(certified, tilts if free else None)
             if found is not None:
@@ -129,8 +130,13 @@ class BoundTokenHeads(RelaxedOp):
         name = getattr(self.asked[0], "name", None), self.asked[1]
         kept = self.constants.get(name) if keep else None
         if kept is None or kept[0] is not scores or kept[1].shape != rows.shape or not torch.equal(kept[1], rows):
-            constant, gap = certified.largest()
-            closed = (certified.counts == 1) & (gap <= 1e-9 * (1 + (constant - gap).abs())) | (certified.counts == 0)
+            try:
+                constant, gap = certified.largest()
+            except (torch.linalg.LinAlgError, NotFiniteError):  # numbers near the end of float64: no bound from here
+                constant = gap = torch.full_like(certified.counts, torch.inf)
+            closed = (certified.counts == 1) & (gap <= 1e-9 * (1 + (constant - gap).nan_to_num(nan=0.0).abs())) | (
+                certified.counts == 0
+            )
             kept = scores, rows.detach().clone(), constant, closed
             self.constants = {**self.constants, name: kept} if keep else {}
         return kept[2:]

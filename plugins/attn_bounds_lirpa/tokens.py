@@ -20,7 +20,7 @@ from torch import Tensor
 from attn_bounds.head import AttentionHead
 
 from .regions import PerturbationTokenBall
-from .relaxations import MIX_DEFAULTS, attention_interval, weighted_sum_upper
+from .relaxations import MIX_DEFAULTS, attention_interval, far, weighted_sum_upper
 
 BLOCKED = -1e8  # masks at least this low take a key out
 _OUT = 1 + 4 * torch.finfo(torch.float64).eps
@@ -155,6 +155,8 @@ class Scores:
             parts.append((triangle, size.sum(-1).sqrt()))
         (first, one), (second, other) = parts
         product = first.unsqueeze(3) @ second.transpose(-1, -2).unsqueeze(2)  # (b, h, i, j, c, c)
+        if not bool(torch.isfinite(product).all()):
+            return torch.full_like(product[..., 0, 0], torch.inf)
         sigma = torch.linalg.matrix_norm(product, ord=2) * (1 + 1e-10)
         return sigma * one.unsqueeze(-1) * other.unsqueeze(-2)
 
@@ -222,7 +224,7 @@ class Scores:
         )
         here = (on_scores * self.s0 + on_scores.abs() * self.slack + m * w).sum(-1)
         constant = (constant + here).flatten(2).sum(-1) - torch.einsum("sbnd,bnd->sb", slope, z)
-        return slope, constant
+        return slope, constant.masked_fill(far(*self.differences), torch.nan)
 
 
 def default_parameters(n_heads: int, n: int, like: Tensor) -> Tensor:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
-from attn_bounds_lirpa import PerturbationTokenBall, attach, fuse_attention, optimised_lower_bound, repair_softmax
+from attn_bounds_lirpa import (
+    PerturbationTokenBall,
+    attach,
+    best_bounds,
+    fuse_attention,
+    optimised_lower_bound,
+    repair_softmax,
+)
 from attn_bounds_lirpa.attention import full_differences, pair_indices
 from attn_bounds_lirpa.compat import IS_03
 from attn_bounds_lirpa.forms import ValueForms
 from attn_bounds_lirpa.relaxations import attention_interval, softmax_lower, softmax_upper, weighted_sum_upper
 from auto_LiRPA import BoundedTensor
 
+from attn_bounds.errors import ArgumentError
 from tests.lirpa.conftest import Attention, Block, attained, ball, convert, every_output, shaped
 
 pytestmark = pytest.mark.lirpa
@@ -283,3 +293,69 @@ def test_the_range_of_value_directions_holds(limit):
             for head, (low, high) in enumerate(ranges):
                 w = torch.einsum("mbc,bjc->mbj", directions, value.forward_value[:, head])
                 assert (w >= low - 1e-9).all() and (w <= high + 1e-9).all()
+
+
+@pytest.mark.parametrize(
+    ("gain", "method"), [(30.0, "CROWN"), (1e60, "CROWN"), (1e160, "CROWN"), (1e60, "CROWN-Optimized")]
+)
+@pytest.mark.filterwarnings("ignore:.*interval bound takes its place")
+def test_very_wide_scores_give_finite_bounds(gain, method):
+    """Scores and their differences may overflow: then the interval bound stands in, and no NaN comes out."""
+    torch.manual_seed(4)
+    model, x = torch.nn.Sequential(*(Attention(heads=1, gain=gain) for _ in range(2))), torch.randn(1, 4, 6)
+    network = convert(model, x, optimize_bound_args={"iteration": 2, "lr_alpha": 0.1})
+    attach(network, max_groups=0)
+    C = torch.randn(1, 2, 24)
+    y = model(x + 0.5 * (2 * torch.rand(300, 4, 6) - 1)).flatten(1) @ C[0].T
+    lower, upper = network.compute_bounds(x=(ball(x, 0.5),), C=shaped(C), method=method)
+    assert torch.isfinite(lower).all() and torch.isfinite(upper).all()
+    known = torch.isfinite(y).all(1)
+    assert (lower <= y[known] + 1e-9).all() and (upper >= y[known] - 1e-9).all()
+
+
+@pytest.mark.parametrize("kind", ["mix", "differences", "softmax"])
+def test_single_precision_bounds_of_each_operator_are_rounded_outward(kind):
+    """The affine bound that an operator returns in float32 lies above its float64 output in its own region."""
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(9)
+    model, x = torch.nn.Sequential(Block(gain=2.0), Block(gain=2.0)), torch.randn(1, 4, 6)
+    network = convert(model, x)
+    _ = repair_softmax(network) if kind == "softmax" else attach(network)
+    network.compute_bounds(x=(ball(x, 0.02),), C=every_output(x), method="CROWN")
+    name = {"mix": "AttentionMix", "differences": "ScoreDifferences", "softmax": "RepairedSoftmax"}[kind]
+    op = [node for node in network.nodes() if type(node).__name__ == f"Bound{name}"][-1]
+    rows = torch.randn(6, 1, *op.output_shape[1:])
+    slopes, _, bias = op.bound_backward(None, rows, *op.inputs)
+    torch.set_default_dtype(torch.float64)
+    assert bias.dtype == torch.float32
+    if kind == "mix":  # differences are not free of each other, nor of the values: points of the network's own region
+        exact = copy.deepcopy(model).double()
+        points = x.double() + 0.02 * (2 * torch.rand(200, 4, 6) - 1)
+        seen = convert(exact, x.double())
+        attach(seen)
+        seen(points)
+        inputs = [seen[node.name].forward_value for node in op.inputs]
+    else:
+        ends = [(node.lower.double(), node.upper.double()) for node in op.inputs]
+        inputs = [low + torch.rand(400, *low.shape[1:]).round() * (high - low) for low, high in ends]
+    value = op.forward(*inputs).flatten(1) @ rows.double().flatten(1).T
+    bound = sum(z.flatten(1) @ slope[1].double().flatten(1).T for z, slope in zip(inputs, slopes, strict=True))
+    assert (value <= bound + bias.double()[:, 0]).all()
+
+
+def test_the_best_of_two_networks_is_no_looser_than_either():
+    torch.manual_seed(7)
+    model, x = Block(gain=20.0), torch.randn(1, 4, 6)
+    fused, plain = convert(model, x), convert(model, x)
+    attach(fused)
+    repair_softmax(plain)
+    C = torch.randn(1, 3, 24)
+    arguments = {"x": (ball(x, 0.3),), "C": shaped(C), "method": "CROWN"}
+    lower, upper = best_bounds([fused, plain], **arguments)
+    for network in (fused, plain):
+        low, high = network.compute_bounds(**arguments)
+        assert (lower >= low).all() and (upper <= high).all()
+    low, high = attained(model, x, 0.3, C=C[0], samples=100, steps=4)
+    assert (lower <= low + 1e-9).all() and (upper >= high - 1e-9).all()
+    with pytest.raises(ArgumentError, match="networks"):
+        best_bounds([], **arguments)
