@@ -296,7 +296,8 @@ def test_the_range_of_value_directions_holds(limit):
 
 
 @pytest.mark.parametrize(
-    ("gain", "method"), [(30.0, "CROWN"), (1e60, "CROWN"), (1e160, "CROWN"), (1e60, "CROWN-Optimized")]
+    ("gain", "method"),
+    [(30.0, "CROWN"), (1e60, "CROWN"), (1e160, "CROWN"), pytest.param(1e60, "CROWN-Optimized", marks=pytest.mark.slow)],
 )
 @pytest.mark.filterwarnings("ignore:.*interval bound takes its place")
 def test_very_wide_scores_give_finite_bounds(gain, method):
