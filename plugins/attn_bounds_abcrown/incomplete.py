@@ -95,7 +95,7 @@ class Verifier:
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
-            first, best, method = self._margins(prop, deadline)
+            first, best, method = self.margins(prop, deadline)
         finally:
             torch.set_default_dtype(before)
         verdict = Verdict("unknown", _lowest(first, prop), _lowest(best, prop), method=method)
@@ -110,7 +110,7 @@ class Verifier:
             verdict.word = "timeout"
         return verdict
 
-    def _margins(self, prop: Property, deadline: float) -> tuple[np.ndarray, np.ndarray, str]:
+    def margins(self, prop: Property, deadline: float) -> tuple[np.ndarray, np.ndarray, str]:
         """Lower bounds of a . y - b, row by row, after the first pass and in the end, and what the latter rest on."""
         x, C, limits = box_and_rows(prop, self.shape, self.dtype)
         options, method = self.settings, "crown"

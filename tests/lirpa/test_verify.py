@@ -6,6 +6,7 @@ import csv
 import gzip
 import importlib.util
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from attn_bounds_abcrown import fuse_attention  # noqa: E402
 from attn_bounds_abcrown.guard import install_guard  # noqa: E402
 from attn_bounds_abcrown.incomplete import Settings, Verifier  # noqa: E402
 from attn_bounds_abcrown.onnx_route import input_shape, load_onnx, onnx_to_torch  # noqa: E402
-from attn_bounds_abcrown.vnnlib_reader import read_vnnlib  # noqa: E402
+from attn_bounds_abcrown.vnnlib_reader import Property, read_vnnlib  # noqa: E402
 from attn_bounds_lirpa.compat import IS_03  # noqa: E402
 from auto_LiRPA import BoundedTensor, PerturbationLpNorm  # noqa: E402
 
@@ -350,13 +351,31 @@ def test_vit_margins_of_one_pass():
 @pytest.mark.vit
 @pytest.mark.slow
 @pytest.mark.parametrize("graph", ["fuse_attention", "repair_softmax"])
-def test_vit_properties_that_are_false_are_never_verified(graph, tmp_path):
-    verifier = Verifier(VIT / "onnx" / "pgd_2_3_16.onnx.gz", Settings(graph=graph, iterations=2, rows_iterations=1))
-    files = sorted((VIT / "vnnlib").glob("pgd_2_3_16_*.vnnlib.gz"))[:12]
-    for path in files:
-        text = gzip.decompress(path.read_bytes()).decode()
-        label = int(text.split("Property with label: ")[1].split(".")[0])
-        other = (label + 1) % 10
-        swapped = text.replace(f"Y_{label})", "Y_old)").replace(f"(>= Y_{other} Y_old)", f"(>= Y_{label} Y_old)")
-        swapped = swapped.replace("Y_old", f"Y_{other}")
-        assert verifier.verify(write(tmp_path / "false.vnnlib", swapped), timeout=30).word != "unsat"
+def test_bounds_alone_never_verify_a_vit_property_that_is_false(graph):
+    """No attack and no guard here: the optimised bounds and the splits have to stay below what the centre attains."""
+    verifier = Verifier(VIT / "onnx" / "pgd_2_3_16.onnx.gz", Settings(graph=graph, leaves=40), guard=False)
+    for path in sorted((VIT / "vnnlib").glob("pgd_2_3_16_*.vnnlib.gz"))[:3]:
+        true = read_vnnlib(path)
+        centre = torch.as_tensor((true.lower + true.upper) / 2, dtype=torch.float32).reshape(verifier.shape)
+        scores = verifier.module(centre)[0].double().numpy()
+        label = int(scores.argsort()[-2])
+        rows = [(np.eye(10)[[label]] - np.eye(10)[[i]], np.zeros(1)) for i in range(10) if i != label]
+        false = Property(true.lower, true.upper, rows)
+        assert false.violated(scores)
+        first, best, _ = verifier.margins(false, time.monotonic() + 20)
+        attained = scores[label] - np.delete(scores, label)
+        assert (first <= attained + 1e-4).all() and (best <= attained + 1e-4).all() and best.min() < 0
+
+
+@verifier
+@pytest.mark.slow
+def test_a_swap_verifies_inside_the_checkout(network_file, tmp_path, capsys):
+    checkout = os.environ.get("ATTN_BOUNDS_ABCROWN")
+    if not checkout:
+        pytest.skip("set ATTN_BOUNDS_ABCROWN to an alpha-beta-CROWN checkout")
+    good = instance(tmp_path, network_file, 0.005, name="good")
+    arguments = ["verify", "--config", str(CONFIGS / "vit.yaml"), "--onnx", str(network_file), "--vnnlib", str(good)]
+    arguments += ["--timeout", "20", "--abcrown", checkout, "--results", str(tmp_path / "results")]
+    assert main(arguments) == 0
+    assert (tmp_path / "results" / "net_good.txt").read_text() == "unsat\n"
+    assert "fused" in (tmp_path / "results" / "net_good.log").read_text()
