@@ -150,7 +150,8 @@ class Flat(torch.nn.Module):
 
 
 @verifier
-def test_the_guard_never_lets_a_bound_exceed_an_attained_value():
+@pytest.mark.parametrize("norm", [np.inf, 2])
+def test_the_guard_never_lets_a_bound_exceed_an_attained_value(norm):
     torch.manual_seed(0)
     model, x = Flat(), torch.randn(1, 4, 6)
     network = convert(model, x)
@@ -158,11 +159,24 @@ def test_the_guard_never_lets_a_bound_exceed_an_attained_value():
     network.compute_bounds = lambda *args, **kwargs: tuple(b if b is None else b + 5 for b in sound(*args, **kwargs))
     install_guard(network)
     C = torch.randn(1, 2, 3)
-    region = ball(x, 0.05)
-    region.ptb.x_L, region.ptb.x_U = x - 0.05, x + 0.05
+    region = ball(x, 0.05, norm)
+    if norm == np.inf:
+        region.ptb.x_L, region.ptb.x_U = x - 0.05, x + 0.05
     with pytest.warns(UserWarning, match="unsound"):
         lower, _ = network.compute_bounds(x=(region,), C=C, method="CROWN")
-    assert (lower[0] <= C[0] @ model(x)[0] + 1e-6).all()
+    assert (lower[0] < C[0] @ model(x)[0]).all()  # below the centre: the attack moved
+
+
+@verifier
+def test_the_guard_leaves_the_bounds_of_an_l2_ball_alone():
+    torch.manual_seed(0)
+    model, x = Flat(), torch.randn(1, 4, 6)
+    region, C = ball(x, 0.05, 2), torch.randn(1, 2, 3)
+    plain, _ = convert(model, x).compute_bounds(x=(region,), C=C, method="CROWN")
+    network = convert(model, x)
+    install_guard(network)
+    guarded, _ = network.compute_bounds(x=(region,), C=C, method="CROWN")
+    torch.testing.assert_close(guarded, plain)
 
 
 def instance(tmp_path, network_file, radius, label=None, name="p"):
