@@ -42,7 +42,7 @@ class Verdict:
 class Settings:
     """`graph`: fuse_attention, repair_softmax or stock; the iterations are Adam steps for rows and for final rows.
 
-    `leaves`: how many parts of the region the ReLU splits may bound in all; 0 leaves them out.
+    `leaves`: how many parts of the region the ReLU splits may bound in all; 0: the whole only.
     """
 
     graph: str = "fuse_attention"

@@ -66,7 +66,7 @@ def split_rows(
     leaves = [Leaf(row, root, {}) for row in range(C.shape[1])]
     open_leaves, lowest, count = leaves, [math.inf] * C.shape[1], 0
     fresh = True
-    while open_leaves and count < max_leaves and (fresh or time.monotonic() < deadline):
+    while open_leaves and (fresh or (count < max_leaves and time.monotonic() < deadline)):
         open_leaves.sort(key=lambda leaf: leaf.bound - limit[leaf.row])
         if fresh:
             work, open_leaves = open_leaves, []
