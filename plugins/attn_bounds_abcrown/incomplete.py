@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import math
 import re
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,12 +66,8 @@ class Verifier:
         self.model = load_onnx(onnx)
         self.shape = input_shape(self.model)
         self.module = onnx_to_torch(self.model).to(self.dtype)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-        try:
+        with _default(self.dtype):
             self.network = _bounded(self.module, torch.zeros(self.shape, dtype=self.dtype))
-        finally:
-            torch.set_default_dtype(before)
         if self.settings.graph == "fuse_attention":
             attn_bounds_lirpa.attach(self.network)
         elif self.settings.graph == "repair_softmax":
@@ -92,12 +90,7 @@ class Verifier:
         found = find_counterexample(self.module, self.model, prop, self.shape, restarts=4, steps=5)
         if found is not None:
             return Verdict("sat", method="attack", counterexample=found)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-        try:
-            first, best, method = self.margins(prop, deadline)
-        finally:
-            torch.set_default_dtype(before)
+        first, best, method = self.margins(prop, deadline)
         verdict = Verdict("unknown", _lowest(first, prop), _lowest(best, prop), method=method)
         if verdict.margin_alpha > 0:
             verdict.word = "unsat"
@@ -112,6 +105,10 @@ class Verifier:
 
     def margins(self, prop: Property, deadline: float) -> tuple[np.ndarray, np.ndarray, str]:
         """Lower bounds of a . y - b, row by row, after the first pass and in the end, and what the latter rest on."""
+        with _default(self.dtype):
+            return self._margins(prop, deadline)
+
+    def _margins(self, prop: Property, deadline: float) -> tuple[np.ndarray, np.ndarray, str]:
         x, C, limits = box_and_rows(prop, self.shape, self.dtype)
         options, method = self.settings, "crown"
         best, bounds, first = optimised_lower_bound(
@@ -137,6 +134,17 @@ class Verifier:
                 method = f"optimised rows, {found.leaves} leaves of ReLU splits"
         margins = ((bound - limits)[0].double().cpu().numpy() for bound in (first, best))
         return *margins, method
+
+
+@contextlib.contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    """auto_LiRPA builds constants in the default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _bounded(module: torch.nn.Module, example: torch.Tensor) -> BoundedModule:
