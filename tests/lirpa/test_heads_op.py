@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 from attn_bounds_lirpa import AttentionHeads, PerturbationTokenBall, repair_softmax
-from attn_bounds_lirpa.certified import DEFAULT
+from attn_bounds_lirpa.certified import DEFAULT, Certified
 from attn_bounds_lirpa.compat import IS_03
+from attn_bounds_lirpa.tokens import Place, Scores, TokenHeads, default_parameters
 from auto_LiRPA import BoundedTensor, PerturbationLpNorm
 
 from attn_bounds import errors
@@ -230,3 +231,25 @@ def test_ball_bounds_hold_for_one_ball_of_all_tokens():
     low, high = network.compute_bounds(x=(ball(x, 0.1, 2),), C=every_output(x), method="CROWN")
     y = torch.stack([network(z) for z in sampled("ball", x, 0.1, 300)])
     assert (low.view(x.shape) <= y + 1e-9).all() and (high.view(x.shape) >= y - 1e-9).all()
+
+
+@pytest.mark.parametrize("kind", ["tokens", "box"])
+def test_both_affine_bounds_at_their_own_centre_are_second_order(kind):
+    """Each radius belongs to the centre of its own affine form: there both bounds are above the value by O(r^2)."""
+    heads = [a_head(2.0), a_head()]
+    names = ("W_Q", "b_Q", "W_K", "b_K", "W_V", "b_V")
+    stacked = [torch.stack([getattr(head, name) for head in heads]) for name in names]
+    group = TokenHeads(*stacked, scale=0.7)
+    z, rows = torch.randn(2, 4, 6), torch.randn(3, 2, 2, 4, 3)
+    gaps = []
+    for radius in (1e-2, 1e-3):
+        balls = Place(z, torch.full((2, 4), radius))
+        place = balls if kind == "tokens" else Place.box(z - 0.5 * radius, z + radius)
+        z0 = place.centre
+        value = torch.stack([torch.stack([head.forward(z0, i) for i in range(4)], 1) for head in heads], 1)
+        truth = torch.einsum("sbhic,bhic->sb", rows, value)
+        bounds = [Scores(group, place).upper(rows, default_parameters(2, 4, z)[None, None])]
+        bounds.append(Certified(group, place, rows, torch.ones(4, 4, dtype=torch.bool)).affine()[:2])
+        gaps.append([constant + torch.einsum("sbnd,bnd->sb", slope, z0) - truth for slope, constant in bounds])
+    for wide, narrow in zip(*gaps, strict=True):
+        assert (narrow >= -1e-12).all() and (wide >= 50 * narrow).all()
