@@ -22,7 +22,10 @@ class AttentionHeadOp(torch.autograd.Function):
 
     @staticmethod
     def symbolic(g, x, w_q, b_q, w_k, b_k, w_v, b_v, mask, heads, scale):
-        return g.op(NAME, x, w_q, b_q, w_k, b_k, w_v, b_v, mask, heads_i=heads, scale_f=scale)
+        out = g.op(NAME, x, w_q, b_q, w_k, b_k, w_v, b_v, mask, heads_i=heads, scale_f=scale)
+        sizes, weight = x.type().sizes(), w_v.type().sizes()  # None where the converter does not keep them
+        known = sizes is not None and weight is not None
+        return out.setType(x.type().with_sizes([*sizes[:-1], weight[0]]) if known else x.type())
 
     @staticmethod
     def forward(ctx, *args):
