@@ -9,7 +9,7 @@ import torch
 from attn_bounds.affine import affine_upper_bound, affine_upper_bounds, gradient_slope
 from attn_bounds.head import AttentionHead
 from attn_bounds.problem import HeadProblem
-from attn_bounds.reduced import reduce
+from attn_bounds.reduced import Reduced, reduce
 from attn_bounds.regions import TokenBall, TokenBox
 
 
@@ -94,3 +94,36 @@ def test_a_slope_outside_the_reduced_coordinates_costs_its_reach() -> None:
     tilted[0] += outside
     offset_tilted = affine_upper_bound(problem, tilted)[1] + float(outside @ problem.tokens[0])
     assert 0 < offset_tilted - offset < 0.03 * float(outside.norm())
+
+
+def test_a_slope_that_cancels_a_saturated_key_is_not_proved_by_rounding() -> None:
+    """A slope near the saturated key's value gradient: curvatures of 0.05 cancel to 1e-7, and G lost five digits."""
+    one, empty = torch.zeros(1, dtype=torch.float64), torch.zeros(1, 3, 0, dtype=torch.float64)
+
+    def row(*values: float) -> torch.Tensor:
+        return torch.tensor([values], dtype=torch.float64)
+
+    reduced = Reduced(
+        kind="box",
+        own=False,
+        s0=row(-2.2253184758046949, -27.237545383488992, 12.936618396413314),
+        v0=row(1.4085596328260896, 17.240546619098115, -8.1884901674012926),
+        a=row(11.566308281503934),
+        u=row(-7.3211250988500733),
+        b=empty,
+        fq=empty[:, :1],
+        fk=row(-10.292286709549058)[..., None],
+        key_radius=row(0.01952857047565105, 0.0, 0.01727353426239975)[..., None],
+        query_radius=empty[:, 0],
+        norm=one,
+        own_low=one,
+        own_high=one,
+        nominal=row(-8.1884876705532221)[0],
+        rounding=row(3.5299494701441631e-12)[0],
+    )
+    slope = row(2.6974582369754315e-05, 1.0236694938338449e-15, -7.3211520734324518)[..., None]
+    offset = affine_upper_bounds(reduced, slope, empty[:, 0])[0]
+    steps = torch.linspace(-1, 1, 41, dtype=torch.float64)
+    x = torch.cartesian_prod(steps, steps[:1], steps)[None, ..., None] * reduced.key_radius[:, None]  # (1, 1681, 3, 1)
+    value = reduced.value(x, x.new_zeros(1, x.shape[1], 0)) - (x * slope[:, None]).sum((2, 3))
+    assert (value <= offset[:, None]).all() and torch.isfinite(offset).all()

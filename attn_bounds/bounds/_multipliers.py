@@ -107,14 +107,36 @@ class Eliminated:
             LT = L.transpose(1, 2) @ T
             A = LT @ L
         size = torch.linalg.matrix_norm(A)
+        error = self._error_of_schur()
+        self.ok = self.ok & torch.isfinite(error)
         eye = torch.eye(A.shape[1], dtype=A.dtype, device=A.device)
         A = torch.where(torch.isfinite(size)[:, None, None], A, 2 * eye)
-        factor, info = torch.linalg.cholesky_ex((1 - MARGIN * (1 + torch.nan_to_num(size)))[:, None, None] * eye - A)
+        margin = MARGIN * (1 + torch.nan_to_num(size)) + torch.nan_to_num(error, posinf=1.0)
+        factor, info = torch.linalg.cholesky_ex((1 - margin)[:, None, None] * eye - A)
         self.ok = self.ok & (info == 0) & torch.isfinite(size)
         factor = torch.where((info == 0)[:, None, None], factor, eye)
         # Theta = T + (L^T T)^T (I - A)^{-1} (L^T T), with the factor of I - A itself
         self.T, self.LT, self.factor = T, LT, factor
         self.query_condition = (1 + size) / torch.diagonal(factor, dim1=1, dim2=2).amin(1).square()
+
+    def _error_of_schur(self) -> torch.Tensor:
+        """What rounding may have moved an eigenvalue of the scaled Schur complement by, (B,).
+
+        The keys' parts are sums in which terms as large as these may have cancelled, each key's inverse with its
+        condition.
+        """
+        maj, d_inv = self.maj, self.d_inv.detach()
+        if maj.features is None:
+            heads = (maj.fq.square() * self.dq_inv[:, None]).sum((1, 2))
+            scores = (maj.beta.square() * self.dq_inv[:, None]).sum(-1)
+        else:
+            W = (maj.features * self.dq_inv[:, None]) @ maj.features.transpose(1, 2)
+            heads = ((maj.fq @ W) * maj.fq).sum((1, 2))
+            scores = ((maj.beta @ W) * maj.beta).sum(-1)
+        keys = maj.c.square() * (maj.fk.square().sum(1)[:, None] * d_inv).sum(-1)
+        planes = (maj.couple * _mv(self.gram, maj.couple)).sum(-1)
+        parts = keys * heads[:, None] + planes * scores
+        return 2 * NOISE * (self.key_condition * parts).sum(1).detach()
 
     def _theta(self, v: torch.Tensor) -> torch.Tensor:
         """Theta v for v (B, r, f)."""
@@ -153,15 +175,16 @@ class Eliminated:
         return first + (pushed @ self.maj.plane[:, None]) * self.d_inv[:, None]
 
     def noise(self, keys: torch.Tensor, query: torch.Tensor, step_keys: torch.Tensor) -> torch.Tensor:
-        """What rounding may have done to h . (Lambda - H)^{-1} h, (B,), for h the first right-hand side solved.
+        """What rounding may have done to h . (Lambda - H)^{-1} h, (B, r), for the right-hand sides h of the last solve.
 
-        With multipliers near zero large terms cancel, and D in floating point could fall below its true value.
+        keys, query and step_keys: (B, r, K, m), (B, r, k) and the solution's keys. With multipliers near zero large
+        terms cancel, and D in floating point could fall below its true value.
         """
-        first = (keys * keys * self.d_inv).sum(2)
-        out = ((first + (keys * step_keys).sum(2).abs()) * self.key_condition).sum(1)
+        first = (keys * keys * self.d_inv[:, None]).sum(3)
+        out = ((first + (keys * step_keys).sum(3).abs()) * self.key_condition[:, None]).sum(2)
         if query.shape[-1]:
-            out = out + self.query_gain[:, 0] * self.query_condition
-        return NOISE * out
+            out = out + self.query_gain * self.query_condition[:, None]
+        return (NOISE * out).detach()
 
 
 def dual(maj: Majorant, key_mult: torch.Tensor, query_mult: torch.Tensor) -> Dual:
@@ -177,7 +200,8 @@ def dual(maj: Majorant, key_mult: torch.Tensor, query_mult: torch.Tensor) -> Dua
     sk, sq = el.solve(rk, rq)
     ok = el.ok
     dk, dq = sk[:, 0], sq[:, 0]
-    noise = el.noise(hk, hq, dk) + NOISE * (hq * dq).sum(1).abs()
+    errors = el.noise(rk, rq, sk) + NOISE * (rq * sq).sum(2).abs().detach()
+    noise = errors[:, 0]
     if U is not None:
         Zk, Zq, J = sk[:, 1:], sq[:, 1:], U[2]
         G = torch.einsum("brkm,bskm->brs", U[0], Zk) + torch.einsum("brk,bsk->brs", U[1], Zq)
@@ -185,13 +209,17 @@ def dual(maj: Majorant, key_mult: torch.Tensor, query_mult: torch.Tensor) -> Dua
         W = torch.linalg.inv(J) - (G + G.transpose(1, 2)) / 2
         det, trace = W[:, 0, 0] * W[:, 1, 1] - W[:, 0, 1] * W[:, 1, 0], W[:, 0, 0] + W[:, 1, 1]
         size = W.detach().abs().amax((1, 2))
+        delta = errors[:, 1:].amax(
+            1
+        )  # of an entry of W: |x . A^-1 y| errs by no more than the worse of its two squares
+        least = MARGIN * size**2 + 4 * size * delta + 2 * delta**2  # four times what moves the determinant
         # Haynsworth: with J indefinite, Lambda - H > 0 iff W has an eigenvalue of each sign or, after one saddle, W > 0
-        ok = ok & torch.where(
-            el.saddles == 0, det < -MARGIN * size**2, (det > MARGIN * size**2) & (trace > MARGIN * size)
-        )
+        ok = ok & torch.where(el.saddles == 0, det < -least, (det > least) & (trace > MARGIN * size + 2 * delta))
         safe = torch.where(ok, det, torch.ones_like(det))[:, None, None]
         w = _mv(_adjugate(W) / safe, seen)
         noise = noise + NOISE * (w * seen).sum(1).abs() * (size**2 / safe[:, 0, 0].abs())
+        weight = w.abs().sum(1)
+        noise = noise + 4 * weight * (weight * delta + (errors[:, 0] * delta).sqrt())
         dk = dk + torch.einsum("br,brkm->bkm", w, Zk)
         dq = dq + torch.einsum("br,brk->bk", w, Zq)
     gain = (hk * dk).flatten(1).sum(1) + (hq * dq).sum(1)
