@@ -32,7 +32,7 @@ demo: setup
 
 test: setup
 	@echo "== running the tests$(if $(LIRPA), against the auto_LiRPA checkout $(LIRPA))"
-	OMP_NUM_THREADS=2 $(if $(LIRPA),PYTHONPATH=$(abspath $(LIRPA))) $(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(if $(LIRPA),PYTHONPATH=$(abspath $(LIRPA))) $(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
