@@ -17,8 +17,7 @@ import torch
 from auto_LiRPA.perturbations import PerturbationLpNorm
 from torch import Tensor
 
-from .forms import affine_forms, bounds_up_to, bounds_within, concretized, is_box
-from .local import constants_behind
+from .forms import Constants, affine_forms, bounds_up_to, bounds_within, concretized, is_box
 from .regions import PerturbationTokenBall
 
 _CHUNK = 1 << 24  # numbers in one block of coefficients
@@ -52,8 +51,7 @@ class JointScores:
         self.above, self.below = bounds
         self.is_bound = all(bool(torch.isfinite(t).all()) for t in (bounds, self.query, self.key))
         self.region = region
-        weights = constants_behind([node], region.root)
-        self.constants = [(source, source.forward().detach().clone()) for source in weights]
+        self.constants = Constants([node])
         self.rests_on = bounds_up_to(network, *node.inputs)
 
     @staticmethod
@@ -70,9 +68,7 @@ class JointScores:
         region = _Region.find(network)
         if region is None or not region.is_same(self.region):
             return False
-        if not all(torch.equal(source.forward(), value) for source, value in self.constants):
-            return False
-        return bounds_within(bounds_up_to(network, *node.inputs), self.rests_on)
+        return self.constants.unchanged() and bounds_within(bounds_up_to(network, *node.inputs), self.rests_on)
 
 
 class _Region:

@@ -43,6 +43,11 @@ class Certified:
         ]
 
     @property
+    def kinds(self) -> list[tuple]:
+        """What each batch holds: multipliers mean nothing for problems of another kind, a box's where balls were."""
+        return [(group_key(self.problems[chunk[0]]), len(chunk)) for chunk in self.chunks]
+
+    @property
     def counts(self) -> Tensor:
         """Number (s, b) of groups of each row."""
         return self._sum(torch.ones(len(self.problems), dtype=torch.float64, device=self.place.centre.device))

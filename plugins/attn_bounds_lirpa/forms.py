@@ -55,12 +55,13 @@ class _KeptForms:
 
     def __init__(self, network, node, lower: Tensor, upper: Tensor):
         self.lower, self.upper, self.parts = lower.detach(), upper.detach(), _coefficients(network)
-        self.rests_on = bounds_up_to(network, *node.inputs)
+        self.rests_on, self.constants = bounds_up_to(network, *node.inputs), Constants([node])
 
     def belong_to(self, network, node) -> bool:
         """Whether the node's bounds are that pass's, and all before them what they were."""
         now = node.lower.flatten(1), node.upper.flatten(1)
         same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(now, self.ends(), strict=True))
+        same = same and self.constants.unchanged()
         return same and same_bounds(bounds_up_to(network, *node.inputs), self.rests_on)
 
     def ends(self) -> tuple[Tensor, Tensor]:
@@ -108,7 +109,7 @@ class ValueForms:
     """Forms of a node v (b, h, j, c) over a network's perturbed roots, valid for the bounds it was computed with."""
 
     def __init__(self, network, node):
-        self.key = bounds_up_to(network, node)
+        self.key, self.constants = bounds_up_to(network, node), Constants([node])
         self.ellipsoids = None
         shape, batch = node.output_shape[1:], node.lower.shape[0]
         lower, upper, coefficients = affine_forms(network, node)
@@ -174,8 +175,36 @@ class ValueForms:
         return tuple(torch.stack(part, 1).unflatten(1, (heads, keys)) for part in (centre, factor, error))
 
     def fits(self, network, node) -> bool:
-        """Whether the forms were computed with the bounds that the network has now."""
-        return same_bounds(bounds_up_to(network, node), self.key)
+        """Whether the forms were computed with the bounds and the weights that the network has now."""
+        return self.constants.unchanged() and same_bounds(bounds_up_to(network, node), self.key)
+
+
+class Constants:
+    """What the operands of nodes rest on beside the perturbed inputs, as it is now: parameters, buffers, other inputs.
+
+    Equal bounds do not show that weights are the same: a weight of the other sign has them too around zero.
+    """
+
+    def __init__(self, nodes):
+        self.values = []
+        todo, seen = [source for node in nodes for source in node.inputs], set()
+        while todo:
+            node = todo.pop()
+            if node.name in seen:
+                continue
+            seen.add(node.name)
+            todo.extend(node.inputs)
+            kind = type(node).__name__
+            if kind in ("BoundParams", "BoundBuffers") or (kind == "BoundInput" and not node.perturbed):
+                self.values.append((node, self._value(node).clone()))
+
+    def unchanged(self) -> bool:
+        """Whether all values are what they were."""
+        return all(torch.equal(self._value(node), value) for node, value in self.values)
+
+    @staticmethod
+    def _value(node) -> Tensor:
+        return node.forward().detach()
 
 
 def bounds_up_to(network, *nodes) -> dict[str, tuple[Tensor, Tensor]]:

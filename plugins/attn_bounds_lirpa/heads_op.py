@@ -19,7 +19,7 @@ from attn_bounds.errors import NotFiniteError, UnsupportedModelError
 from .base import RelaxedOp, round_up
 from .certified import Certified
 from .regions import PerturbationTokenBall
-from .tokens import Place, Scores, TokenHeads, default_parameters
+from .tokens import Place, Scores, TokenHeads, default_parameters, normal_mask
 
 MAX_WHOLE = 64  # (row, head, query) of a batch element that are certified, where that is the whole bound
 MAX_GROUPS = 32  # the same where other paths lie beside the operator, and an affine bound gains some percent
@@ -36,7 +36,7 @@ class BoundTokenHeads(RelaxedOp):
         self.certificate, self.max_groups = certificate, max_groups
         self.scores: Scores | None = None
         self.constants: dict = {}  # (start node, side): the rows and region of the last certificates, and those
-        self.multipliers: dict = {}  # (start node, side): of the last affine bounds
+        self.multipliers: dict = {}  # (start node, side): what the last affine bounds were of, and theirs
 
     def heads(self) -> TokenHeads:
         """The heads as they are now; the same object while their weights do not change."""
@@ -118,7 +118,7 @@ class BoundTokenHeads(RelaxedOp):
     def _certified(self, rows: Tensor, scores: Scores) -> Certified | None:
         """The library's problems of the rows, where there are any and it knows the mask."""
         keys = scores.heads.attended(rows.shape[3])
-        if keys is None or not bool(rows.any()):
+        if keys is None or not bool(rows.any()) or not scores.takes_out(keys):
             return None
         try:
             return Certified(scores.heads, scores.place, rows, keys, self.certificate)
@@ -145,15 +145,15 @@ class BoundTokenHeads(RelaxedOp):
         """Affine bounds with free slopes; `tilts` in units that are worth the remainder of the bound without them."""
         name = getattr(self.asked[0], "name", None), self.asked[1]
         kept = self.multipliers.get(name) if tilts is not None else None
-        if kept is not None and [len(part[0]) for part in kept] != [len(chunk) for chunk in certified.chunks]:
-            kept = None
+        kept = kept[1] if kept is not None and kept[0] == certified.kinds else None
         try:
             if tilts is None:
                 slope, constant, _ = certified.affine()
                 return slope, constant
             with torch.no_grad():
                 unit = certified.tilt_unit(*certified.affine(kept=kept)[:2])
-            slope, constant, self.multipliers[name] = certified.affine(tilts * unit[..., None, None], kept)
+            slope, constant, used = certified.affine(tilts * unit[..., None, None], kept)
+            self.multipliers[name] = certified.kinds, used
             return slope, constant
         except (torch.linalg.LinAlgError, NotFiniteError):
             return None
@@ -208,8 +208,7 @@ class BoundAttentionHead(BoundTokenHeads):
         weights = [constant_value(node) for node in self.inputs[1:]]
         if self.read is None or not all(torch.equal(a, b) for a, b in zip(self.read[0], weights, strict=True)):
             parts = [weight.double().unflatten(0, (self.count, -1)) for weight in weights[:6]]
-            mask = weights[6].double()
-            heads = TokenHeads(*parts, scale=self.scale, mask=mask if bool((mask != 0).any()) else None)
+            heads = TokenHeads(*parts, scale=self.scale, mask=normal_mask(weights[6]))
             self.read = [weight.clone() for weight in weights], heads
         return self.read[1]
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from attn_bounds.errors import UnsupportedModelError
 
+from .forms import Constants
 from .heads_op import MAX_GROUPS, BoundTokenHeads, constant_value
-from .tokens import TokenHeads
+from .tokens import TokenHeads, normal_mask
 
 _TOKENWISE = (
     "BoundMatMul",
@@ -45,22 +46,21 @@ class BoundReadHeads(BoundTokenHeads):
         nodes: dict = {}
         for source in self.inputs[1:]:
             _collect(source, self.inputs[0], nodes)
-        self.leaves = constants_behind(nodes.values(), self.inputs[0])
-        self.read: tuple[list[Tensor], TokenHeads] | None = None
+        self.sources = list(nodes.values())
+        self.read: tuple[Constants, TokenHeads] | None = None
 
     def forward(self, x, q, k, v):
         scores = self.scale * q.matmul(k)
         return torch.softmax(scores if self.mask is None else scores + self.mask.to(scores), -1).matmul(v)
 
     def heads(self):
-        now = [node.forward() for node in self.leaves]
-        if self.read is None or not all(torch.equal(a, b) for a, b in zip(self.read[0], now, strict=True)):
+        if self.read is None or not self.read[0].unchanged():
             heads = read_heads(self.inputs[0], self.inputs[1:], self.scale, self.mask)
             if heads is None:
                 raise UnsupportedModelError(
                     f"{self.name}: its parameters changed and q, k, v no longer act on every token alike; convert again"
                 )
-            self.read = [value.detach().clone() for value in now], heads
+            self.read = Constants(self.sources), heads
         return self.read[1]
 
     def by_head(self, rows):
@@ -89,8 +89,8 @@ def read_heads(root, sources: list, scale: float, mask: Tensor | None) -> TokenH
     parts = [_linear_maps(source, root, n, d, turned) for source, turned in zip(sources, (0, 1, 0), strict=True)]
     if any(part is None for part in parts):
         return None
-    rows = None if mask is None else mask.detach().double().reshape(-1, n)
-    return TokenHeads(*[value for part in parts for value in part], scale=float(scale), mask=rows)
+    rows = None if mask is None else mask.reshape(-1, n)
+    return TokenHeads(*[value for part in parts for value in part], scale=float(scale), mask=normal_mask(rows))
 
 
 def _collect(node, root, nodes: dict) -> bool:
@@ -103,20 +103,6 @@ def _collect(node, root, nodes: dict) -> bool:
         return False
     nodes[node.name] = node
     return all(_collect(source, root, nodes) for source in node.inputs)
-
-
-def constants_behind(nodes, root) -> list:
-    """The parameters and buffers on which the operands of `nodes` rest."""
-    found, todo, seen = [], [source for node in nodes for source in node.inputs], {root.name}
-    while todo:
-        node = todo.pop()
-        if node.name in seen:
-            continue
-        seen.add(node.name)
-        todo.extend(node.inputs)
-        if type(node).__name__ in ("BoundParams", "BoundBuffers"):
-            found.append(node)
-    return found
 
 
 def _linear_maps(node, root, n: int, d: int, transposed: bool):
@@ -141,9 +127,13 @@ def _linear_maps(node, root, n: int, d: int, transposed: bool):
         tokens[0, range(len(columns)), columns] = 1
         weight[:, :, columns] = (value(tokens) - start)[:, : len(columns)].transpose(1, 2)
     bias = start[:, :1]
-    expected = one[0] @ weight.transpose(1, 2) + bias
-    close = torch.allclose(value(one), expected, rtol=1e-9, atol=1e-11 * (1 + float(expected.abs().max())))
-    return (weight, bias[:, 0]) if close else None
+    # the input at hand may be zero, or equal in all tokens, and then shows nothing of a map that tells tokens apart
+    points = torch.randn(1, n, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(one), one
+    for point in points:
+        expected = point[0] @ weight.transpose(1, 2) + bias
+        if not torch.allclose(value(point), expected, rtol=1e-9, atol=1e-11 * (1 + float(expected.abs().max()))):
+            return None
+    return weight, bias[:, 0]
 
 
 def _evaluate(node, root, tokens: Tensor) -> Tensor:

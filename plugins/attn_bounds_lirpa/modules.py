@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,8 +61,12 @@ class AttentionHeads(nn.Module):
         if q.weight.shape != k.weight.shape or q.in_features != v.in_features:
             shapes = [tuple(part.weight.shape) for part in (q, k, v)]
             raise ShapeError(f"q, k, v: expected layers of equal sizes on one input, got weights {shapes}")
-        if any(part.out_features % heads for part in (q, k, v)):
+        if type(heads) is not int or heads < 1 or any(part.out_features % heads for part in (q, k, v)):
             raise ArgumentError(f"heads: expected a divisor of the layers' widths, got {heads}")
+        if scale is not None and not math.isfinite(scale):
+            raise ArgumentError(f"scale: expected a finite number, got {scale}")
+        if mask is not None and not mask.is_floating_point():
+            raise ArgumentError(f"mask: expected numbers to add to the scores (0 and -inf), got {mask.dtype}")
         self.q, self.k, self.v, self.heads = q, k, v, heads
         self.scale = (q.out_features // heads) ** -0.5 if scale is None else float(scale)
         self.register_buffer("mask", torch.zeros(1, 1, dtype=q.weight.dtype) if mask is None else mask)

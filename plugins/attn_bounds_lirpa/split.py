@@ -10,6 +10,8 @@ import torch
 from auto_LiRPA import BoundedTensor, PerturbationLpNorm
 from torch import Tensor
 
+from attn_bounds.errors import MethodNotApplicableError
+
 from .optimise import optimisation
 
 _REPEATS = 12
@@ -60,7 +62,7 @@ def split_rows(
     relus = [node for node in network.nodes() if type(node).__name__ == "BoundRelu" and node.perturbed]
     names = [node.inputs[0].name for node in relus if node.inputs[0].name in bounds]
     limit = limits.flatten().tolist()
-    box = x[0].ptb.x_L, x[0].ptb.x_U
+    box = _box(x)
     pool = _Pool(network, box, C, limits, bounds, {node.inputs[0].name: node for node in relus}, lr)
     root = {name: tuple(t.detach() for t in bounds[name]) for name in names}
     leaves = [Leaf(row, root, {}) for row in range(C.shape[1])]
@@ -84,6 +86,18 @@ def split_rows(
             else:
                 open_leaves.append(leaf)
     return Split(_rows(open_leaves, lowest, limits), count)
+
+
+def _box(x) -> tuple[Tensor, Tensor]:
+    """Ends of the one input's box; of token balls, the box around them."""
+    region = x[0].ptb
+    if len(x) != 1 or region.norm != math.inf:
+        raise MethodNotApplicableError(
+            f"x: expected one input in a box, got {len(x)} and a region of norm {region.norm}; split nothing there"
+        )
+    if region.x_L is None:
+        return x[0].detach() - region.eps, x[0].detach() + region.eps
+    return region.x_L, region.x_U
 
 
 def _rows(open_leaves: list[Leaf], lowest: list[float], limits: Tensor) -> Tensor:
@@ -164,13 +178,16 @@ class _Pool:
         }
         scores = self._scores(interm)
         for i, leaf in enumerate(leaves):
-            leaf.bound = lower[i, 0].item()
+            # not a number is no bound; min and sort would let it pass for any
+            leaf.bound = -math.inf if torch.isnan(lower[i, 0]) else lower[i, 0].item()
             leaf.alphas = {key: t[:, :, i : i + 1] for key, t in alphas.items()}
             leaf.betas = {
                 node.name: node.sparse_betas[0].val[i, : len(leaf.signs[node.name])].detach()
                 for node in self.network.split_nodes
                 if node.name in leaf.signs
             }
+            if not scores:  # nothing to split: the row is bounded as a whole
+                continue
             name = max(scores, key=lambda key: scores[key][i].max().item())
             best = scores[name][i].max(0)
             leaf.branch = (name, int(best.indices)) if best.values > 0 else None

@@ -17,12 +17,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from attn_bounds.errors import ArgumentError
 from attn_bounds.head import AttentionHead
 
 from .regions import PerturbationTokenBall
 from .relaxations import MIX_DEFAULTS, attention_interval, far, weighted_sum_upper
 
-BLOCKED = -1e8  # masks at least this low take a key out
+BLOCKED = -1e8  # masks at least this low are meant to take a key out
+NOTHING = -1e3  # and do where its score lies this far below another: a weight of exp(-1000) is zero
 _OUT = 1 + 4 * torch.finfo(torch.float64).eps
 
 
@@ -82,9 +84,27 @@ def smooth_norm(vectors: Tensor) -> Tensor:
     return (vectors.square().sum(-1) + 1e-60).sqrt()
 
 
+def normal_mask(mask: Tensor | None) -> Tensor | None:
+    """An added mask (..., n) in float64, less the largest entry of each row, which softmax does not see; None: nothing.
+
+    Raises: ArgumentError for a query that may read no key at all.
+    """
+    if mask is None:
+        return None
+    mask = mask.detach().double()
+    most = mask.amax(-1, keepdim=True)
+    if not bool(torch.isfinite(most).all()):
+        raise ArgumentError("mask: expected a finite number in every row and no NaN, got a row without; softmax is NaN")
+    mask = mask - most
+    return mask if bool((mask != 0).any()) else None
+
+
 @dataclass(frozen=True)
 class TokenHeads:
-    """Weights (h, c, d) and (h, c) of heads that read the same tokens; `mask` (n, n) is added to the scores."""
+    """Weights (h, c, d) and (h, c) of heads that read the same tokens; `mask` (n, n) is added to the scores.
+
+    The mask is one of `normal_mask`.
+    """
 
     W_Q: Tensor
     b_Q: Tensor
@@ -105,7 +125,10 @@ class TokenHeads:
         ]
 
     def attended(self, n: int) -> Tensor | None:
-        """Which keys each query reads, (n, n) of bool; None for a mask that does more than take keys out."""
+        """Which keys each query reads, (n, n) of bool; None for a mask that does more than take keys out.
+
+        Whether a mask does take a key out depends on the scores: see `Scores.takes_out`.
+        """
         if self.mask is None:
             return torch.ones(n, n, dtype=torch.bool, device=self.W_Q.device)
         rows = self.mask.reshape(-1, self.mask.shape[-2] if self.mask.ndim > 1 else 1, self.mask.shape[-1])
@@ -130,8 +153,6 @@ class Scores:
         k = z @ heads.W_K.transpose(1, 2)  # the key bias is common to all scores: softmax does not see it
         self.A, self.B = q @ heads.W_K, heads.scale * k @ heads.W_Q  # (b, h, n, d)
         self.s0 = q @ k.transpose(-1, -2)
-        if heads.mask is not None:
-            self.s0 = self.s0 + heads.mask
         half_q, half_k = self._spread(heads.W_Q), self._spread(heads.W_K)  # (b, h, n, c)
         self.slack = abs(heads.scale) * half_q @ half_k.transpose(-1, -2)
         if place.balls:  # by the spectral norm
@@ -140,6 +161,20 @@ class Scores:
         else:
             together = abs(heads.scale) * self._joint(heads.W_Q, heads.W_K)
         self.slack = torch.minimum(self.slack, together)
+        if heads.mask is not None:
+            self.s0 = self.s0 + heads.mask.clamp(min=self._lowest(heads.mask))
+
+    def _lowest(self, mask: Tensor) -> float:
+        """A finite stand-in for minus infinity in the mask: far enough below all scores for a weight of zero."""
+        if bool(torch.isfinite(mask).all()):
+            return -torch.inf
+        sizes = self.s0, self._reach(self.A), self._reach(self.B), self.slack, mask[torch.isfinite(mask)]
+        return 10 * NOTHING - 4 * sum(float(size.abs().max()) for size in sizes)
+
+    def takes_out(self, keys: Tensor) -> bool:
+        """Whether every key that `keys` (n, n) leaves out has no weight anywhere in the region."""
+        apart = self.differences[1].masked_fill(~keys.unsqueeze(-1), torch.inf).amin(-2)  # (b, h, i, k)
+        return bool(((apart <= NOTHING) | keys).all())
 
     def _joint(self, left: Tensor, right: Tensor) -> Tensor:
         """Bound (b, h, i, j) of |(left dz_i) . (right dz_j)| over boxes, all coordinates together.

@@ -17,6 +17,8 @@ if IS_03:
 from attn_bounds_lirpa.optimise import optimised_lower_bound
 from attn_bounds_lirpa.split import split_rows
 
+from attn_bounds.errors import MethodNotApplicableError
+
 pytestmark = pytest.mark.lirpa
 
 
@@ -62,3 +64,30 @@ def test_splits_stop_at_their_deadline():
     _, bounds, _ = optimised_lower_bound(network, x, C, 0, 0)
     split = split_rows(network, x, C, least - 1e-9, bounds, deadline=time.monotonic() - 1)
     assert split.leaves == 2 and torch.isfinite(split.lower).all()
+
+
+def test_not_a_number_is_no_bound():
+    network, x, C, _ = relu_network(0)
+    C = C.clone()
+    C[0, 1, 0] = float("nan")
+    _, bounds, _ = optimised_lower_bound(network, x, C[:, :1], 0, 0)
+    split = split_rows(network, x, C, torch.full((1, 2), 1e9), bounds, max_leaves=8)
+    assert torch.isfinite(split.lower[0, 0]) and split.lower[0, 1] == -torch.inf
+
+
+def test_regions_and_networks_that_have_nothing_to_split():
+    network, (box,), C, least = relu_network(0)
+    centre, limits = box.detach(), torch.full((1, 2), 1e9)
+    by_radius = BoundedTensor(centre, PerturbationLpNorm(norm=float("inf"), eps=1.25))
+    _, bounds, _ = optimised_lower_bound(network, (by_radius,), C, 0, 0)
+    lower = split_rows(network, (by_radius,), C, limits, bounds, max_leaves=8).lower
+    assert torch.isfinite(lower).all() and (lower <= least).all()
+    with pytest.raises(MethodNotApplicableError, match="box"):
+        split_rows(network, (BoundedTensor(centre, PerturbationLpNorm(norm=2, eps=1.0)),), C, limits, bounds)
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(2, 3)
+    network = convert(linear, centre)
+    _, bounds, _ = optimised_lower_bound(network, (box,), C, 0, 0)
+    corners = centre + 1.25 * torch.tensor([[1.0, 1], [1, -1], [-1, 1], [-1, -1]])
+    lower = split_rows(network, (box,), C, limits, bounds, max_leaves=8).lower
+    assert torch.allclose(lower, (linear(corners) @ C[0].T).amin(0, keepdim=True), atol=1e-5)
