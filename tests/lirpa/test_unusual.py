@@ -36,15 +36,6 @@ class Attention(nn.Module):
         return z + mixed.permute(0, 2, 1, 3).reshape(-1, N, D)
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
-
-
 def bounded(model: nn.Module, *inputs: Tensor, **options) -> BoundedModule:
     network = BoundedModule(model.eval(), inputs, bound_opts=OPTIONS, verbose=False)
     assert attn_bounds_lirpa.attach(network, **options)["fused"]
