@@ -18,9 +18,8 @@ from torch import Tensor
 
 from .base import RelaxedOp
 from .bilinear import JointScores
-from .forms import ValueForms
+from .ranges import ValueRanges
 from .relaxations import MIX_DEFAULTS, attention_interval, far, weighted_sum_upper
-from .rows import bound_rows, nonzero_groups, value_rows
 
 
 def pair_indices(n_keys: int, device=None) -> tuple[Tensor, Tensor]:
@@ -126,7 +125,7 @@ class BoundScoreDifferences(RelaxedOp):
         network, known = self.network(), self.known_joint
         if network is None or not self.pairs:
             return None
-        if known is None or not known.holds(network, self):
+        if known is None or not known.held.still(network):
             n_keys = self.inputs[1].lower.shape[-1]
             if not JointScores.applies(network, self, n_keys * (n_keys - 1) // 2, self.max_work):
                 return None
@@ -179,11 +178,8 @@ class BoundAttentionMix(RelaxedOp):
 
     def __init__(self, attr=None, inputs=None, output_index=0, options=None, network=None, max_rows=1024, pairs=True):
         super().__init__(attr, inputs, output_index, options)
-        self.network = weakref.ref(network) if network is not None else lambda: None
-        self.max_rows = max_rows
         self.pairs = pairs
-        self.max_work = 4 * 10**9  # multiplications of one exact composition; beyond it, enclosing ellipsoids
-        self.forms = None
+        self.ranges = ValueRanges(network, max_rows)
 
     def forward(self, d, v):
         if not self.pairs:
@@ -192,6 +188,10 @@ class BoundAttentionMix(RelaxedOp):
         first = torch.zeros(*d.shape[:-1], n_keys, dtype=d.dtype, device=d.device)
         first[..., 1:] = d[..., : n_keys - 1]  # the pairs (0, k)
         return torch.softmax(first, -1).matmul(v)
+
+    def forget(self) -> None:
+        """Let the next pass range the values anew, from bounds that got tighter on the same region."""
+        self.ranges.forget()
 
     def interval_propagate(self, *v):
         (d_lo, d_hi), (v_lo, v_hi) = v[0][:2], v[1][:2]
@@ -212,64 +212,18 @@ class BoundAttentionMix(RelaxedOp):
         parameters[..., 2:].clamp_(0, 1)
 
     def upper_rows(self, rows, parameters):
-        v_lo, v_hi = self.box(1)
-        d_lo, d_hi = self._differences(*self.box(0), v_lo.shape[-2])
-        w_lo, w_hi = self.value_range(rows, v_lo, v_hi)
+        value, optimising = self.inputs[1], self.opt_stage in ("opt", "reuse")
+        n_keys = value.lower.shape[-2]
+        d_lo, d_hi = self._differences(*self.box(0), n_keys)
+        start = getattr(self.asked[0], "name", None), self.asked[1]
+        w_lo, w_hi = self.ranges.of(value, rows, start, optimising)
         rho, shift, theta_lo, theta_hi = parameters.unbind(-1)
         shift = shift.mean(-1, keepdim=True)
         a, m, const = weighted_sum_upper(d_lo, d_hi, w_lo, w_hi, rho, shift, theta_lo, theta_hi)
         if self.pairs:
-            j, k = pair_indices(v_lo.shape[-2], rows.device)
+            j, k = pair_indices(n_keys, rows.device)
             slope_d = a[..., j, k] - a[..., k, j]
         else:
             slope_d = a.sum(-2) - a.sum(-1)
         slope_v = torch.einsum("sbhij,sbhic->sbhjc", m, rows)
         return (slope_d, slope_v), const.flatten(2).sum(-1).masked_fill(far(d_lo, d_hi), torch.nan)
-
-    def value_range(self, rows, v_lo, v_hi):
-        """Interval of w_ij = rows_i . v_j, (s, b, h, i, j): the values' range in the propagated direction."""
-        middle, radius = (v_lo + v_hi) / 2, (v_hi - v_lo) / 2
-        centre = rows.matmul(middle.transpose(-1, -2))
-        spread = rows.abs().matmul(radius.transpose(-1, -2))
-        lower, upper = centre - spread, centre + spread
-        network = self.network()
-        groups = nonzero_groups(rows)
-        if network is None or not len(groups):
-            return lower, upper
-        s, h, i = groups.unbind(-1)
-        exact = len(groups) * v_lo.shape[2] <= self.max_rows
-        directions = rows[s, :, h, i].to(self.inputs[1].lower.dtype)
-        low, high = (end.to(rows.dtype) for end in (self._by_rows if exact else self._by_forms)(network, directions, h))
-        return _put(lower, s, h, i, low, torch.maximum), _put(upper, s, h, i, high, torch.minimum)
-
-    def _by_rows(self, network, directions, heads):
-        n_heads, n_keys = self.inputs[1].lower.shape[1:3]
-        low, high = bound_rows(network, self.inputs[1], value_rows(directions, heads, n_heads, n_keys))
-        return (t.reshape(len(heads), n_keys, -1).transpose(1, 2) for t in (low, high))
-
-    def _by_forms(self, network, directions, heads):
-        value = self.inputs[1]
-        if self.forms is None or not self.forms.fits(network, value):
-            self.forms = ValueForms(network, value)
-        n_heads, n_keys = value.lower.shape[1:3]
-        low = directions.new_zeros(*directions.shape[:2], n_keys)
-        high = torch.zeros_like(low)
-        cheap = self.forms.work(len(heads)) <= self.max_work
-        for head in range(n_heads):
-            chosen = heads == head
-            if not chosen.any():
-                continue
-            quick = None if cheap else self.forms.quick_range(directions[chosen], head)
-            if quick is not None:
-                low[chosen], high[chosen] = quick
-            else:
-                for key in range(n_keys):
-                    low[chosen, :, key], high[chosen, :, key] = self.forms.range(directions[chosen], head, key)
-        return low, high
-
-
-def _put(target: Tensor, s, h, i, values: Tensor, better) -> Tensor:
-    """target[s, :, h, i] = better(target[s, :, h, i], values) without changing `target` in place."""
-    new = target.clone()
-    new[s, :, h, i] = better(target[s, :, h, i], values)
-    return new

@@ -41,6 +41,9 @@ class RelaxedOp(BoundOptimizableActivation):
         """Affine upper bound of rows . output, rows (s, b, ...): a slope for each input and a constant (s, b)."""
         raise NotImplementedError
 
+    def forget(self) -> None:
+        """Drop what is kept of earlier passes: bounds got tighter on the same region, and the next may be better."""
+
     def clip(self, parameters: Tensor) -> None:
         parameters.clamp_(0, 1)
 

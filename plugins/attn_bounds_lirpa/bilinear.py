@@ -14,11 +14,10 @@ On the heads of the ViT benchmark's pgd network this is a fifth to a third of Mc
 from __future__ import annotations
 
 import torch
-from auto_LiRPA.perturbations import PerturbationLpNorm
 from torch import Tensor
 
-from .forms import Constants, affine_forms, bounds_up_to, bounds_within, concretized, is_box
-from .regions import PerturbationTokenBall
+from .forms import affine_forms, concretized
+from .held import Held, Region
 
 _CHUNK = 1 << 24  # numbers in one block of coefficients
 
@@ -32,7 +31,7 @@ class JointScores:
     """
 
     def __init__(self, network, node, pairs: tuple[Tensor, Tensor]):
-        region = _Region.find(network)
+        region = Region.find(network)
         query, key = (_Vectors(network, node.inputs[side], region, turned=bool(side)) for side in (0, 1))
         first, second = pairs
         self.query, self.key = query.centre, key.centre
@@ -50,71 +49,22 @@ class JointScores:
                         bounds[:, b, h, i, part] = remainder(*one, form[part], error[part], size[part], region.block)
         self.above, self.below = bounds
         self.is_bound = all(bool(torch.isfinite(t).all()) for t in (bounds, self.query, self.key))
-        self.region = region
-        self.constants = Constants([node])
-        self.rests_on = bounds_up_to(network, *node.inputs)
+        self.held = Held(network, node, *node.inputs)
 
     @staticmethod
     def applies(network, node, n_pairs: int, max_work: int) -> bool:
         """Whether the region is of a kind we know and the products that the eigenvalue problems need are few enough."""
-        region = _Region.find(network)
+        region = Region.find(network)
         if region is None or n_pairs == 0:
             return False
         batch, heads, n_q, width = node.inputs[0].lower.shape
         return batch * heads * n_q * n_pairs * region.block.numel() * (2 * width) ** 2 <= max_work
 
-    def holds(self, network, node) -> bool:
-        """Whether region and weights are those of the computation, and every bound its own or one that lies within."""
-        region = _Region.find(network)
-        if region is None or not region.is_same(self.region):
-            return False
-        return self.constants.unchanged() and bounds_within(bounds_up_to(network, *node.inputs), self.rests_on)
-
-
-class _Region:
-    """The one perturbed root's region as centre + radius t, where every block of t lies in a unit ball.
-
-    centre and radius (b, x), block (x,) the number of each coordinate's block: its own for a box, its token's for token
-    balls, all the same for one L2 ball.
-    """
-
-    def __init__(self, root):
-        self.root, perturbation = root, root.perturbation
-        middle = root.center
-        if is_box(root):
-            middle, radius = (root.lower + root.upper) / 2, (root.upper - root.lower) / 2
-            block = torch.arange(middle[0].numel(), device=middle.device)
-        elif isinstance(perturbation, PerturbationTokenBall):
-            radius = perturbation.radii(middle).unsqueeze(-1).expand_as(middle)
-            block = torch.arange(middle.shape[1], device=middle.device).repeat_interleave(middle.shape[2])
-        else:
-            radius = torch.as_tensor(perturbation.eps).to(middle).expand_as(middle)
-            block = torch.zeros(middle[0].numel(), dtype=torch.long, device=middle.device)
-        self.centre, self.radius, self.block = middle.detach().flatten(1), radius.detach().flatten(1), block
-
-    @staticmethod
-    def find(network) -> _Region | None:
-        """The region, or None where it is not one of these three kinds or there are several perturbed inputs."""
-        roots = [root for root in network.roots() if getattr(root, "perturbation", None) is not None]
-        if len(roots) != 1:
-            return None
-        perturbation = roots[0].perturbation
-        is_l2 = type(perturbation) is PerturbationLpNorm and perturbation.norm == 2 and perturbation.x_L is None
-        known = is_box(roots[0]) or is_l2 or isinstance(perturbation, PerturbationTokenBall)
-        return _Region(roots[0]) if known else None
-
-    def is_same(self, other: _Region) -> bool:
-        """Whether `other`, of one batch element or as many, is the same region everywhere."""
-        return torch.equal(self.block, other.block) and all(
-            there.shape[1:] == here.shape[1:] and there.shape[0] in (1, here.shape[0]) and bool((here == there).all())
-            for here, there in ((self.centre, other.centre), (self.radius, other.radius))
-        )
-
 
 class _Vectors:
     """Each vector of a node as centre + form t + e: (b, h, m, c), (b, h, m, c, x), and the size of e, (b, h, m, c)."""
 
-    def __init__(self, network, node, region: _Region, turned: bool):
+    def __init__(self, network, node, region: Region, turned: bool):
         low_bias, high_bias, [(root, low, high)] = affine_forms(network, node)
         low, high = (a.flatten(2).transpose(0, 1) for a in (low, high))  # (b, size, x)
         form = (low + high) / 2

@@ -8,10 +8,10 @@ is affine in x (the first layer) the composition is exact.
 from __future__ import annotations
 
 import torch
-from auto_LiRPA.perturbations import PerturbationLpNorm
 from torch import Tensor
 
 from .compat import backward
+from .held import Held, is_box
 from .rows import paused
 
 _CHUNK = 1 << 24  # numbers in one block of composed coefficients
@@ -55,14 +55,13 @@ class _KeptForms:
 
     def __init__(self, network, node, lower: Tensor, upper: Tensor):
         self.lower, self.upper, self.parts = lower.detach(), upper.detach(), _coefficients(network)
-        self.rests_on, self.constants = bounds_up_to(network, *node.inputs), Constants([node])
+        self.held = Held(network, node, *node.inputs)
 
     def belong_to(self, network, node) -> bool:
         """Whether the node's bounds are that pass's, and all before them what they were."""
         now = node.lower.flatten(1), node.upper.flatten(1)
         same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(now, self.ends(), strict=True))
-        same = same and self.constants.unchanged()
-        return same and same_bounds(bounds_up_to(network, *node.inputs), self.rests_on)
+        return same and self.held.still(network, exactly=True)
 
     def ends(self) -> tuple[Tensor, Tensor]:
         return self.lower.flatten(1), self.upper.flatten(1)
@@ -106,10 +105,13 @@ def concretized(root, a: Tensor, sign: int) -> Tensor:
 
 
 class ValueForms:
-    """Forms of a node v (b, h, j, c) over a network's perturbed roots, valid for the bounds it was computed with."""
+    """Forms of a node v (b, h, j, c) over a network's perturbed roots, valid while `held`.
+
+    Of one batch element, they serve directions of many.
+    """
 
     def __init__(self, network, node):
-        self.key, self.constants = bounds_up_to(network, node), Constants([node])
+        self.held = Held(network, node)
         self.ellipsoids = None
         shape, batch = node.output_shape[1:], node.lower.shape[0]
         lower, upper, coefficients = affine_forms(network, node)
@@ -173,79 +175,6 @@ class ValueForms:
             error.append(((high - low).abs().sum(-1) + upper - lower).clamp(min=0) / 2)
         heads, keys = low_bias.shape[1:3]
         return tuple(torch.stack(part, 1).unflatten(1, (heads, keys)) for part in (centre, factor, error))
-
-    def fits(self, network, node) -> bool:
-        """Whether the forms were computed with the bounds and the weights that the network has now."""
-        return self.constants.unchanged() and same_bounds(bounds_up_to(network, node), self.key)
-
-
-class Constants:
-    """What the operands of nodes rest on beside the perturbed inputs, as it is now: parameters, buffers, other inputs.
-
-    Equal bounds do not show that weights are the same: a weight of the other sign has them too around zero.
-    """
-
-    def __init__(self, nodes):
-        self.values = []
-        todo, seen = [source for node in nodes for source in node.inputs], set()
-        while todo:
-            node = todo.pop()
-            if node.name in seen:
-                continue
-            seen.add(node.name)
-            todo.extend(node.inputs)
-            kind = type(node).__name__
-            if kind in ("BoundParams", "BoundBuffers") or (kind == "BoundInput" and not node.perturbed):
-                self.values.append((node, self._value(node).clone()))
-
-    def unchanged(self) -> bool:
-        """Whether all values are what they were."""
-        return all(torch.equal(self._value(node), value) for node, value in self.values)
-
-    @staticmethod
-    def _value(node) -> Tensor:
-        return node.forward().detach()
-
-
-def bounds_up_to(network, *nodes) -> dict[str, tuple[Tensor, Tensor]]:
-    """Every bound that forms of the nodes rest on, by name: their own and those of all nodes before them."""
-    todo, found, seen = list(nodes), {}, set()
-    while todo:
-        node = todo.pop()
-        if node.name in seen or not node.perturbed:
-            continue
-        seen.add(node.name)
-        todo.extend(node.inputs)
-        ends = getattr(node, "lower", None), getattr(node, "upper", None)
-        if all(isinstance(end, Tensor) for end in ends):
-            found[node.name] = tuple(end.detach().clone() for end in ends)
-    return found
-
-
-def same_bounds(one: dict, other: dict) -> bool:
-    """Whether two results of `bounds_up_to` are equal, tensor by tensor."""
-    return one.keys() == other.keys() and all(
-        a.shape == b.shape and torch.equal(a, b) for name in one for a, b in zip(one[name], other[name], strict=True)
-    )
-
-
-def bounds_within(inner: dict, outer: dict) -> bool:
-    """Whether `inner` implies every bound of `outer`; where `outer` has one batch element, `inner` may have more."""
-    for name, (low, high) in outer.items():
-        if name not in inner or low.shape[0] not in (1, inner[name][0].shape[0]):
-            return False
-        # a batch of another size sums in another order; the remainders' own margin pays for these last digits
-        last = 64 * torch.finfo(low.dtype).eps * (low.abs() + high.abs())
-        if not bool(((inner[name][0] >= low - last) & (inner[name][1] <= high + last)).all()):
-            return False
-    return True
-
-
-def is_box(root) -> bool:
-    """Whether the root's region is a plain box."""
-    perturbation = root.perturbation
-    constrained = getattr(perturbation, "constraints", None) is not None
-    return type(perturbation) is PerturbationLpNorm and perturbation.norm == float("inf") and not constrained
 
 
 class _Part:

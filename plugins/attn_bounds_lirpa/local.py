@@ -11,8 +11,8 @@ from torch import Tensor
 
 from attn_bounds.errors import UnsupportedModelError
 
-from .forms import Constants
 from .heads_op import MAX_GROUPS, BoundTokenHeads, constant_value
+from .held import Constants
 from .tokens import TokenHeads, normal_mask
 
 _TOKENWISE = (

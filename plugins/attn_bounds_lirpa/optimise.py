@@ -68,7 +68,7 @@ def optimised_lower_bound(
             return best, bounds, first
         _tighten(network, x, name, bounds, rows_iterations, lr, deadline)
         for node in network.nodes():
-            if isinstance(node, BoundScoreDifferences):
+            if isinstance(node, RelaxedOp):
                 node.forget()
         with torch.no_grad():
             again, _ = network.compute_bounds(
