@@ -138,7 +138,7 @@ class RelaxedOp(BoundOptimizableActivation):
         if self.opt_stage not in ("opt", "reuse") or name not in self.alpha:
             return self.default_parameters(self.inputs[0].lower).unsqueeze(0)
         parameters = self.alpha[name][side]
-        if unstable_idx is not None and parameters.shape[0] != rows.shape[0]:
+        if unstable_idx is not None and parameters.shape[0] not in (1, rows.shape[0]):  # 1: shared by all rows
             parameters = parameters[unstable_idx]
         return parameters
 

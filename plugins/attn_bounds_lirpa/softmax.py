@@ -49,9 +49,10 @@ class BoundRepairedSoftmax(RelaxedOp):
         ]
         lo_const, lo_coef = softmax_of_scores_lower(lower, upper, at[0].expand(*at[0].shape[:-2], lower.shape[-1], -1))
         up_const, up_coef = softmax_of_scores_upper(lower, upper, at[1].expand(*at[1].shape[:-2], lower.shape[-1], -1))
-        pos, neg = rows.clamp(min=0).unsqueeze(-2), rows.clamp(max=0).unsqueeze(-2)
-        slope = (pos @ up_coef + neg @ lo_coef).squeeze(-2)
-        bias = (pos.squeeze(-2) * up_const + neg.squeeze(-2) * lo_const).flatten(2).sum(-1)
+        pos, neg = rows.clamp(min=0), rows.clamp(max=0)
+        # einsum, unlike matmul, makes no copy a row of coefficients that all rows share
+        slope = sum(torch.einsum("s...j,s...jk->s...k", *part) for part in ((pos, up_coef), (neg, lo_coef)))
+        bias = (pos * up_const + neg * lo_const).flatten(2).sum(-1)
         return (slope.transpose(axis, -1),), bias
 
     @staticmethod
