@@ -27,6 +27,8 @@ from .guard import install_guard
 from .onnx_route import input_shape, load_onnx, onnx_to_torch
 from .vnnlib_reader import Property, read_vnnlib
 
+_FIRST_SPLITS = 0.3  # of the time that is left after the first pass, before intermediate rows are optimised
+
 
 @dataclass
 class Verdict:
@@ -49,9 +51,9 @@ class Settings:
 
     graph: str = "fuse_attention"
     rows_iterations: int = 8
-    iterations: int = 15
+    iterations: int = 40
     lr: float = 0.25
-    leaves: int = 2000
+    leaves: int = 10000
     restarts: int = 20
     steps: int = 40
     double: bool = False
@@ -111,29 +113,34 @@ class Verifier:
     def _margins(self, prop: Property, deadline: float) -> tuple[np.ndarray, np.ndarray, str]:
         x, C, limits = box_and_rows(prop, self.shape, self.dtype)
         options, method = self.settings, "crown"
-        best, bounds, first = optimised_lower_bound(
-            self.network, (x,), C, options.rows_iterations, 0, options.lr, deadline, stop_above=limits
-        )
-        if (first <= limits).any():
-            method = "optimised rows"
-        rows = (best <= limits)[0].nonzero().squeeze(-1)
-        if len(rows) and time.monotonic() < deadline:
-            found = split_rows(
-                self.network,
-                (x,),
-                C[:, rows],
-                limits[:, rows],
-                bounds,
-                deadline,
-                iterations=options.iterations,
-                lr=options.lr,
-                max_leaves=options.leaves,
+        start = time.monotonic()
+        first, bounds, _ = optimised_lower_bound(self.network, (x,), C, 0, 0)
+        end = time.monotonic()
+        # a step of all rows takes four passes or so, forward and back for both ends of each
+        affordable = 4 * options.rows_iterations * (end - start) < deadline - end
+        until = end + _FIRST_SPLITS * (deadline - end) if affordable else deadline
+        best, leaves = self._split(x, C, limits, first, bounds, until)
+        if leaves:
+            method = f"{leaves} leaves of ReLU splits"
+        if affordable and (best <= limits).any() and time.monotonic() < deadline:
+            rows, bounds, _ = optimised_lower_bound(
+                self.network, (x,), C, options.rows_iterations, 0, options.lr, deadline, limits, bounds
             )
-            best = best.index_copy(1, rows, torch.maximum(best[:, rows], found.lower))
-            if found.leaves > len(rows):
-                method = f"optimised rows, {found.leaves} leaves of ReLU splits"
+            best, leaves = self._split(x, C, limits, torch.maximum(best, rows), bounds, deadline)
+            method = "optimised rows" + (f", {leaves} leaves of ReLU splits" if leaves else "")
         margins = ((bound - limits)[0].double().cpu().numpy() for bound in (first, best))
         return *margins, method
+
+    def _split(self, x, C, limits, best, bounds, deadline) -> tuple[torch.Tensor, int]:
+        """Splits of the rows that `best` leaves open: the better of the two bounds, and how many leaves it took."""
+        rows = (best <= limits)[0].nonzero().squeeze(-1)
+        if not len(rows) or time.monotonic() >= deadline:
+            return best, 0
+        iterations, leaves = self.settings.iterations, self.settings.leaves
+        found = split_rows(
+            self.network, (x,), C[:, rows], limits[:, rows], bounds, deadline, iterations=iterations, max_leaves=leaves
+        )
+        return best.index_copy(1, rows, torch.maximum(best[:, rows], found.lower)), found.leaves
 
 
 @contextlib.contextmanager

@@ -46,11 +46,11 @@ def split_rows(
     limits: Tensor,  # (1, s)
     bounds: dict,
     deadline: float = math.inf,
-    batch: int = 32,
-    iterations: int = 20,
-    leaf_iterations: int = 8,
-    lr: float = 0.2,
-    max_leaves: int = 2000,
+    batch: int = 128,
+    iterations: int = 40,
+    leaf_iterations: int = 6,
+    lr: float = 0.1,
+    max_leaves: int = 10000,
 ) -> Split:
     """Lower bounds (1, s) of C . output, by splitting on ReLU inputs until a row's leaves all lie above its limit.
 
