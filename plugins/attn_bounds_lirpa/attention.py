@@ -16,10 +16,11 @@ import weakref
 import torch
 from torch import Tensor
 
-from .base import RelaxedOp
+from .base import RelaxedOp, interval_ends
 from .bilinear import JointScores
 from .ranges import ValueRanges
 from .relaxations import MIX_DEFAULTS, attention_interval, far, weighted_sum_upper
+from .scaling import Scaling
 
 
 def pair_indices(n_keys: int, device=None) -> tuple[Tensor, Tensor]:
@@ -51,46 +52,40 @@ class BoundScoreDifferences(RelaxedOp):
     """d[..., i, (j, k)] = scale q_i . (k_k - k_j) + mask_ik - mask_ij for the pairs j < k of keys.
 
     With `pairs=False` the scores themselves, (b, h, n_q, n_k): fewer rows, for long sequences.
-    Inputs q (b, h, n_q, c) and k transposed (b, h, c, n_k). Each product of coordinates is bounded by a mix of the two
-    facets of its envelope, weight rho; where the input region is a box and the work is bearable, all of them together
-    by their joint remainder (see `bilinear`), and a weight mixes the two bounds.
+    Inputs q (b, h, n_q, c) and k transposed (b, h, c, n_k), behind them the operands of `scaling`. Each product of
+    coordinates is bounded by a mix of the two facets of its envelope, weight rho; where the input region is a box and
+    the work is bearable, all of them together by their joint remainder (see `bilinear`), and a weight mixes the two.
     """
 
-    def __init__(
-        self, attr=None, inputs=None, output_index=0, options=None, scale=1.0, mask=None, pairs=True, network=None
-    ):
+    def __init__(self, attr=None, inputs=None, output_index=0, options=None, scaling=None, pairs=True, network=None):
         super().__init__(attr, inputs, output_index, options)
-        self.scale = scale
+        self.requires_input_bounds = [0, 1]
+        self.scaling = scaling or Scaling()
         self.pairs = pairs
-        self.mask = mask
         self.network = weakref.ref(network) if network is not None else lambda: None
         self.max_work = 4 * 10**9  # multiplications of the joint remainders; beyond it, McCormick's planes alone
         self.known_joint = None
 
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        s = self.scale * q.matmul(k)
-        return s if self.mask is None else s + self.mask.to(s)
-
-    def forward(self, q, k):
-        s = self.scores(q, k)
+    def forward(self, q, k, *operands):
+        s = self.scaling.of(q.matmul(k))
         if not self.pairs:
             return s
         j, other = pair_indices(k.shape[-1], k.device)
         return s[..., other] - s[..., j]
 
     def interval_propagate(self, *v):
-        (q_lo, q_hi), (k_lo, k_hi) = v[0][:2], v[1][:2]
+        (q_lo, q_hi), (k_lo, k_hi) = interval_ends(v[0]), interval_ends(v[1])
         q, dq = (q_lo + q_hi) / 2, (q_hi - q_lo) / 2
         k, dk = (k_lo + k_hi) / 2, (k_hi - k_lo) / 2
-        middle = self.scores(q, k)
+        middle, scale = self.scaling.of(q.matmul(k)), abs(self.scaling.values()[0])
         if not self.pairs:
-            radius = abs(self.scale) * (dq.matmul(k.abs()) + (q.abs() + dq).matmul(dk))
+            radius = scale * (dq.matmul(k.abs()) + (q.abs() + dq).matmul(dk))
             return middle - radius, middle + radius
         j, other = pair_indices(k.shape[-1], k.device)
         diff = (k[..., other] - k[..., j]).abs()
         radius = dq.matmul(diff) + (q.abs() + dq).matmul(dk[..., other] + dk[..., j])
         middle = middle[..., other] - middle[..., j]
-        return middle - abs(self.scale) * radius, middle + abs(self.scale) * radius
+        return middle - scale * radius, middle + scale * radius
 
     def parameter_shape(self):  # rho for every coordinate, and the weight of McCormick's planes against the joint one
         q, k = self.inputs[0].lower, self.inputs[1].lower
@@ -102,20 +97,22 @@ class BoundScoreDifferences(RelaxedOp):
 
     def upper_rows(self, rows, parameters):
         on_scores = self._rows_on_scores(rows, self.inputs[1].lower.shape[-1])
-        bias = 0 if self.mask is None else (on_scores * self.mask.to(rows)).flatten(2).sum(-1)
-        a = on_scores * self.scale  # (s, b, h, i, j)
+        scale, mask = self.scaling.values()
+        bias = 0 if mask is None else (on_scores * mask.to(rows)).flatten(2).sum(-1)
+        a = on_scores * scale  # (s, b, h, i, j)
         joint = self._joint()
         if parameters.shape[2:-1].numel() == 1:  # the defaults
-            (slope_q, slope_k), inner = self._tangent_planes(a, rows * self.scale, joint)
+            (slope_q, slope_k), inner = self._tangent_planes(a, rows * scale, joint)
         elif joint is None:
             (slope_q, slope_k), inner = self._facets(a, parameters[..., :-1])
         else:  # a mix of two upper bounds
             weight = parameters[..., -1].mean(-1)[..., None]  # (s, b, h, i, 1)
             facets, of_facets = self._facets(weight * a, parameters[..., :-1])
-            tangent, of_tangent = self._tangent_planes((1 - weight) * a, (1 - weight) * rows * self.scale, joint)
+            tangent, of_tangent = self._tangent_planes((1 - weight) * a, (1 - weight) * rows * scale, joint)
             slope_q, slope_k = (one + other for one, other in zip(facets, tangent, strict=True))
             inner = of_facets + of_tangent
-        return (slope_q, slope_k.transpose(-1, -2)), bias + inner.flatten(2).sum(-1)
+        slopes = slope_q, slope_k.transpose(-1, -2), *[None] * len(self.scaling.operands)
+        return slopes, bias + inner.flatten(2).sum(-1)
 
     def forget(self) -> None:
         """Let the next pass compute the joint remainders anew, from bounds that got tighter on the same region."""
@@ -194,7 +191,7 @@ class BoundAttentionMix(RelaxedOp):
         self.ranges.forget()
 
     def interval_propagate(self, *v):
-        (d_lo, d_hi), (v_lo, v_hi) = v[0][:2], v[1][:2]
+        (d_lo, d_hi), (v_lo, v_hi) = interval_ends(v[0]), interval_ends(v[1])
         return attention_interval(*self._differences(d_lo, d_hi, v_lo.shape[-2]), v_lo, v_hi)
 
     def _differences(self, lower, upper, n_keys):

@@ -8,6 +8,7 @@ import warnings
 import torch
 from auto_LiRPA.bound_ops import BoundOptimizableActivation
 from auto_LiRPA.linear_bound import LinearBound
+from auto_LiRPA.operators.base import Interval
 from torch import Tensor
 
 FORWARD_ROWS = 256  # outputs bounded together in forward mode
@@ -162,6 +163,13 @@ def _kept(slope: Tensor | None, good: Tensor) -> Tensor | None:
     if slope is None:
         return None
     return torch.where(good.view(*good.shape, *[1] * (slope.ndim - 2)), slope, torch.zeros_like(slope))
+
+
+def interval_ends(interval) -> tuple[Tensor, Tensor]:
+    """The ends of an interval that auto_LiRPA passes on; of a ball of finite norm, a point with its radius, the box."""
+    norm, eps = Interval.get_perturbation(interval)[:2]
+    lower, upper = interval[0], interval[1]
+    return (lower, upper) if norm in (0, math.inf) else (lower - eps, upper + eps)
 
 
 def round_up(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ from .forms import keep_forms
 from .heads_op import MAX_GROUPS
 from .local import BoundReadHeads, find_tokens
 from .patch_conv import use_patch_convolutions
+from .scaling import Scaling, constant_value
 from .softmax import BoundRepairedSoftmax
 
 
@@ -75,25 +76,20 @@ def _match(network, softmax):
         return "its result is not the left factor of one MatMul"
     if softmax.axis not in (-1, len(softmax.output_shape) - 1):
         return f"softmax over axis {softmax.axis}, not the last"
-    scale, mask, node, inner = 1.0, None, softmax.inputs[0], []
+    node, inner, steps = softmax.inputs[0], [], []
     while type(node).__name__ != "BoundMatMul":
         inner.append(node)
         if len(node.output_name) != 1:
             return f"{node.name} is used elsewhere too"
         kind = type(node).__name__
-        constant = _constant_operand(network, node)
-        if kind == "BoundMul" and constant is not None and constant[1].numel() == 1:
-            scale, mask = scale * constant[1].item(), mask
-        elif kind == "BoundDiv" and constant is not None and constant[0] == 1 and constant[1].numel() == 1:
-            scale = scale / constant[1].item()
-        elif kind == "BoundAdd" and constant is not None:
-            added = constant[1] * scale
-            mask = added if mask is None else mask + added
-        elif kind not in ("BoundMul", "BoundDiv", "BoundAdd"):
+        if kind not in ("BoundMul", "BoundDiv", "BoundAdd"):
             return f"{kind} {node.name} between the scores and the softmax is not a scale or an added mask"
-        else:
+        index = _constant_operand(node)
+        one_number = index is not None and (kind == "BoundAdd" or constant_value(node.inputs[index]).numel() == 1)
+        if not one_number or (kind == "BoundDiv" and index == 0):
             return f"{kind} {node.name} has no constant operand"
-        node = node.inputs[1 - constant[0]]
+        steps.append((kind, node.inputs[index]))
+        node = node.inputs[1 - index]
     if len(node.output_name) != 1:
         return f"the scores {node.name} are used elsewhere too"
     q, k, v = node.inputs[0], node.inputs[1], users[0].inputs[1]
@@ -102,32 +98,31 @@ def _match(network, softmax):
         return f"q, k, v have shapes {shapes}; expected four dimensions (batch, head, token, feature)"
     if len({shape[1] for shape in shapes}) != 1:
         return f"q, k, v have shapes {shapes}: grouped heads are not supported"
-    return {"scores": node, "between": inner, "output": users[0], "scale": scale, "mask": mask}
+    return {"scores": node, "between": inner, "output": users[0], "scaling": Scaling(steps)}
 
 
-def _constant_operand(network, node):
-    """(index, value) of the operand of a binary node that does not depend on the input, or None."""
-    for index, operand in enumerate(node.inputs):
-        if not operand.from_input and len(node.inputs) == 2:
-            return index, network.get_forward_value(operand).detach()
-    return None
+def _constant_operand(node) -> int | None:
+    """The index of the operand of a binary node that does not depend on the input."""
+    if len(node.inputs) != 2:
+        return None
+    return next((index for index, operand in enumerate(node.inputs) if not operand.from_input), None)
 
 
-def _replace(
-    network, softmax, max_rows, max_differences, certificate, max_groups, scores, between, output, scale, mask
-):
+def _replace(network, softmax, max_rows, max_differences, certificate, max_groups, scores, between, output, scaling):
     attr, options = {"device": softmax.device}, softmax.options
     sources = [*scores.inputs[:2], output.inputs[1]]
-    tokens = find_tokens(network, sources, scale, mask)
+    tokens = find_tokens(network, sources, *scaling.values())
     if tokens is not None:
-        new = BoundReadHeads(attr, [tokens, *sources], 0, options, scale, mask, certificate, max_groups)
+        new = BoundReadHeads(attr, [tokens, *sources, *scaling.operands], 0, options, scaling, certificate, max_groups)
         _place(network, new, f"{softmax.name}/heads", softmax, output.output_shape)
     else:
         batch, heads, n_q, _ = scores.inputs[0].output_shape
         n_k = scores.inputs[1].output_shape[-1]
         count = n_k * (n_k - 1) // 2
-        pairs = heads * n_q * count <= max_differences
-        differences = BoundScoreDifferences(attr, sources[:2], 0, options, scale, mask, pairs, network)
+        pairs = 0 < heads * n_q * count <= max_differences
+        differences = BoundScoreDifferences(
+            attr, [*sources[:2], *scaling.operands], 0, options, scaling, pairs, network
+        )
         shape = torch.Size((batch, heads, n_q, count if pairs else n_k))
         _place(network, differences, f"{softmax.name}/differences", softmax, shape)
         new = BoundAttentionMix(attr, [differences, sources[2]], 0, options, network, max_rows, pairs)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from attn_bounds.errors import NotFiniteError, UnsupportedModelError
 
-from .base import RelaxedOp, round_up
+from .base import RelaxedOp, interval_ends, round_up
 from .certified import Certified
 from .regions import PerturbationTokenBall
+from .scaling import constant_value
 from .tokens import Place, Scores, TokenHeads, default_parameters, normal_mask
 
 MAX_WHOLE = 64  # (row, head, query) of a batch element that are certified, where that is the whole bound
@@ -63,7 +64,7 @@ class BoundTokenHeads(RelaxedOp):
     def interval_propagate(self, *v):
         root = self.inputs[0]
         inside = isinstance(getattr(root, "perturbation", None), PerturbationTokenBall)
-        low, high = self._ranges(Place.of(root) if inside else Place.box(*v[0][:2])).interval()
+        low, high = self._ranges(Place.of(root) if inside else Place.box(*interval_ends(v[0]))).interval()
         dtype = v[0][0].dtype
         return -round_up(self.laid_out(-low), dtype), round_up(self.laid_out(high), dtype)
 
@@ -217,12 +218,6 @@ class BoundAttentionHead(BoundTokenHeads):
 
     def laid_out(self, output):
         return output.transpose(1, 2).flatten(2)
-
-
-def constant_value(node) -> Tensor:
-    """The value of a node that does not depend on the network's input."""
-    value = node.forward(*[constant_value(source) for source in node.inputs])
-    return (value if isinstance(value, Tensor) else torch.as_tensor(value)).detach()
 
 
 def attention_heads(x: Tensor, w_q, b_q, w_k, b_k, w_v, b_v, mask, heads: int, scale: float) -> Tensor:

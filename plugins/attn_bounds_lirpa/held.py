@@ -16,28 +16,20 @@ class Held:
         """up_to: the nodes whose bounds, and all before them, the result rests on; by default `node` itself."""
         self.nodes = up_to or (node,)
         self.region = Region.find(network)
-        self.perturbations = _perturbations(network)
         self.constants = Constants([node])
         self.bounds = {name: (a.clone(), b.clone()) for name, (a, b) in bounds_up_to(*self.nodes).items()}
 
     def still(self, network, exactly: bool = False) -> bool:
         """Whether region and constants are what they were, and every bound its own or, unless `exactly`, within.
 
-        On a region of a kind that `Region` does not know, the bounds have to be the same, and the region's object too.
-        A result of one batch element holds for a batch of them.
+        On a region of a kind that `Region` does not know nothing is known to hold. A result of one batch element holds
+        for a batch of them.
         """
         region = Region.find(network)
-        if (region is None) != (self.region is None) or not self.constants.unchanged():
+        if region is None or self.region is None or not self.constants.unchanged():
             return False
         now = bounds_up_to(*self.nodes)
-        if region is None:
-            pairs = zip(_perturbations(network), self.perturbations, strict=True)
-            return all(a is b for a, b in pairs) and same_bounds(now, self.bounds)
         return region.is_same(self.region) and (same_bounds if exactly else bounds_within)(now, self.bounds)
-
-
-def _perturbations(network) -> list:
-    return [getattr(root, "perturbation", None) for root in network.roots()]
 
 
 class Region:
@@ -59,7 +51,9 @@ class Region:
         else:
             radius = torch.as_tensor(perturbation.eps).to(middle).expand_as(middle)
             block = torch.zeros(middle[0].numel(), dtype=torch.long, device=middle.device)
-        self.centre, self.radius, self.block = middle.detach().flatten(1), radius.detach().flatten(1), block
+        # copies: what a caller changes in place must not change what is remembered of it
+        self.centre, self.radius = middle.detach().flatten(1).clone(), radius.detach().flatten(1).clone()
+        self.block = block
 
     @staticmethod
     def find(network) -> Region | None:
@@ -81,14 +75,14 @@ class Region:
 
 
 class Constants:
-    """What the operands of nodes rest on beside the perturbed inputs, as it is now: parameters, buffers, other inputs.
+    """What nodes rest on beside the perturbed inputs, as it is now: parameters, buffers, other inputs.
 
     Equal bounds do not show that weights are the same: a weight of the other sign has them too around zero.
     """
 
     def __init__(self, nodes):
         self.values = []
-        todo, seen = [source for node in nodes for source in node.inputs], set()
+        todo, seen = list(nodes), set()
         while todo:
             node = todo.pop()
             if node.name in seen:
@@ -97,15 +91,26 @@ class Constants:
             todo.extend(node.inputs)
             kind = type(node).__name__
             if kind in ("BoundParams", "BoundBuffers") or (kind == "BoundInput" and not node.perturbed):
-                self.values.append((node, self._value(node).clone()))
+                self.values.append((node, self._kept(node)))
 
     def unchanged(self) -> bool:
         """Whether all values are what they were."""
-        return all(torch.equal(self._value(node), value) for node, value in self.values)
+        return all(_equal(self._value(node), value) for node, value in self.values)
+
+    def _kept(self, node) -> Tensor:
+        """A copy of the node's value, the same one for all that was computed while it did not change."""
+        value, kept = self._value(node), getattr(node, "kept_value", None)
+        if kept is None or not _equal(kept, value):
+            kept = node.kept_value = value.clone()
+        return kept
 
     @staticmethod
     def _value(node) -> Tensor:
         return node.forward().detach()
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def bounds_up_to(*nodes) -> dict[str, tuple[Tensor, Tensor]]:
@@ -135,11 +140,20 @@ def bounds_within(inner: dict, outer: dict) -> bool:
     for name, (low, high) in outer.items():
         if name not in inner or low.shape[0] not in (1, inner[name][0].shape[0]):
             return False
-        # a batch of another size sums in another order; the remainders' own margin pays for these last digits
-        last = 64 * torch.finfo(low.dtype).eps * (low.abs() + high.abs())
-        if not bool(((inner[name][0] >= low - last) & (inner[name][1] <= high + last)).all()):
+        least, most = (low, high) if low.shape == inner[name][0].shape else _loosened(low, high)
+        if not bool((least <= inner[name][0]).all() and (inner[name][1] <= most).all()):
             return False
     return True
+
+
+def _loosened(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """An interval with its last digits added, which the remainders' own margin pays for.
+
+    A batch of another size sums in another order. Zero, where a sign is cut, has no such digits, nor has infinity.
+    """
+    last = 64 * torch.finfo(low.dtype).eps * (low.abs() + high.abs())
+    last = torch.where(torch.isfinite(last), last, torch.zeros_like(last))
+    return torch.where(low == 0, low, low - last), torch.where(high == 0, high, high + last)
 
 
 def is_box(root) -> bool:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from attn_bounds.errors import UnsupportedModelError
 
-from .heads_op import MAX_GROUPS, BoundTokenHeads, constant_value
+from .heads_op import MAX_GROUPS, BoundTokenHeads
 from .held import Constants
+from .scaling import Scaling, constant_value
 from .tokens import TokenHeads, normal_mask
 
 _TOKENWISE = (
@@ -28,7 +29,10 @@ _TOKENWISE = (
 
 
 class BoundReadHeads(BoundTokenHeads):
-    """Heads whose weights are read off a graph: inputs tokens x (b, n, d), q, k turned, v; output (b, h, n, c)."""
+    """Heads whose weights are read off a graph: inputs tokens x (b, n, d), q, k turned, v; output (b, h, n, c).
+
+    Behind these the operands of `scaling`, so that the graph knows what the operator rests on.
+    """
 
     def __init__(
         self,
@@ -36,31 +40,29 @@ class BoundReadHeads(BoundTokenHeads):
         inputs=None,
         output_index=0,
         options=None,
-        scale: float = 1.0,
-        mask: Tensor | None = None,
+        scaling: Scaling | None = None,
         certificate: dict | None = None,
         max_groups: int = MAX_GROUPS,
     ):
         super().__init__(attr, inputs, output_index, options, certificate, max_groups)
-        self.scale, self.mask = scale, mask
+        self.scaling = scaling or Scaling()
         nodes: dict = {}
-        for source in self.inputs[1:]:
+        for source in self.inputs[1:4]:
             _collect(source, self.inputs[0], nodes)
         self.sources = list(nodes.values())
         self.read: tuple[Constants, TokenHeads] | None = None
 
-    def forward(self, x, q, k, v):
-        scores = self.scale * q.matmul(k)
-        return torch.softmax(scores if self.mask is None else scores + self.mask.to(scores), -1).matmul(v)
+    def forward(self, x, q, k, v, *operands):
+        return torch.softmax(self.scaling.of(q.matmul(k)), -1).matmul(v)
 
     def heads(self):
         if self.read is None or not self.read[0].unchanged():
-            heads = read_heads(self.inputs[0], self.inputs[1:], self.scale, self.mask)
+            heads = read_heads(self.inputs[0], self.inputs[1:4], *self.scaling.values())
             if heads is None:
                 raise UnsupportedModelError(
                     f"{self.name}: its parameters changed and q, k, v no longer act on every token alike; convert again"
                 )
-            self.read = Constants(self.sources), heads
+            self.read = Constants([*self.sources, *self.scaling.operands]), heads
         return self.read[1]
 
     def by_head(self, rows):

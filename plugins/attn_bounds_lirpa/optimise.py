@@ -53,7 +53,7 @@ def optimised_lower_bound(
         raise MethodNotApplicableError("optimised_lower_bound: needs auto_LiRPA 0.7; use method='CROWN-Optimized'")
     with torch.no_grad():
         first, _ = network.compute_bounds(x=x, C=C, method="CROWN", bound_upper=False, interm_bounds=interm_bounds)
-    first = first.detach().clone()
+    first = first.detach().flatten(1).clone()  # as many rows as outputs come back in the output's shape
     bounds, best = _known_bounds(network), first
 
     def left() -> Tensor:
@@ -75,7 +75,7 @@ def optimised_lower_bound(
                 x=x, C=C, method="CROWN", bound_upper=False, interm_bounds=_without_bounds_after(network, bounds, name)
             )
         bounds = _intersect(bounds, _known_bounds(network))
-        best = torch.maximum(best, again.detach())
+        best = torch.maximum(best, again.detach().flatten(1))
     rows = left()
     if len(rows) and iterations:
         stop = None if stop_above is None else _columns(stop_above, best, rows)

@@ -48,7 +48,7 @@ class ValueRanges:
             known = None
             del self.known[start]
         if known is not None and (optimising or rows.shape[1] > known.lower.shape[1]):
-            low, high = known.of(node, rows, self.forms)
+            low, high = known.of(node, rows, self._forms_that_hold())
             return torch.maximum(lower, low), torch.minimum(upper, high)
         groups = nonzero_groups(rows)
         if not len(groups):
@@ -62,15 +62,20 @@ class ValueRanges:
             self.known[start] = _Known(Held(network, node), rows, lower, upper)
         return lower, upper
 
+    def _forms_that_hold(self) -> ValueForms | None:
+        """The forms, unless what they rest on has changed."""
+        if self.forms is not None and not self.forms.held.still(self.network()):
+            self.forms = None
+        return self.forms
+
     def _by_rows(self, node, directions, heads):
         n_heads, n_keys = node.lower.shape[1:3]
         low, high = bound_rows(self.network(), node, value_rows(directions, heads, n_heads, n_keys))
         return (t.reshape(len(heads), n_keys, -1).transpose(1, 2) for t in (low, high))
 
     def _by_forms(self, node, directions, heads):
-        network = self.network()
-        if self.forms is None or not self.forms.held.still(network):
-            self.forms = ValueForms(network, node)
+        if self._forms_that_hold() is None:
+            self.forms = ValueForms(self.network(), node)
         n_heads, n_keys = node.lower.shape[1:3]
         low = directions.new_zeros(*directions.shape[:2], n_keys)
         high = torch.zeros_like(low)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .base import RelaxedOp
+from .base import RelaxedOp, interval_ends
 from .relaxations import log_softmax_of_scores_interval, softmax_of_scores_lower, softmax_of_scores_upper
 
 
@@ -25,7 +25,7 @@ class BoundRepairedSoftmax(RelaxedOp):
         return torch.softmax(x, self.axis)
 
     def interval_propagate(self, *v):
-        lower, upper = (t.transpose(self.axis, -1) for t in v[0][:2])
+        lower, upper = (t.transpose(self.axis, -1) for t in interval_ends(v[0]))
         log_lower, log_upper = log_softmax_of_scores_interval(lower, upper)
         return torch.exp(log_lower).transpose(self.axis, -1), torch.exp(log_upper).transpose(self.axis, -1)
 

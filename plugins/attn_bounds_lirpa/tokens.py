@@ -11,10 +11,12 @@ Differences of scores get ranges of their own, so what two scores share cancels;
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from auto_LiRPA.perturbations import PerturbationLpNorm
 from torch import Tensor
 
 from attn_bounds.errors import ArgumentError
@@ -48,9 +50,12 @@ class Place:
         if isinstance(region, PerturbationTokenBall):
             centre = node.center.detach().double()
             return cls(centre, region.radii(centre))
-        if getattr(region, "norm", None) == 2 and isinstance(region.eps, (int, float)):
-            centre = node.center.detach().double()  # the ball of all tokens together lies in one ball each
-            return cls(centre, torch.full_like(centre[..., 0], float(region.eps)))
+        if isinstance(region, PerturbationLpNorm) and 1 <= region.norm < math.inf:
+            # the ball of all tokens together lies in one L2 ball each, for norms beyond 2 of a larger radius
+            centre = node.center.detach().double()
+            larger = centre[0].numel() ** max(0.0, 0.5 - 1 / region.norm)
+            eps = larger * torch.as_tensor(region.eps, dtype=centre.dtype, device=centre.device)
+            return cls(centre, eps.amax() * torch.ones_like(centre[..., 0]))
         return cls.box(node.lower, node.upper)
 
     @classmethod

@@ -335,12 +335,12 @@ def test_single_precision_bounds_of_each_operator_are_rounded_outward(kind):
         seen = convert(exact, x.double())
         attach(seen)
         seen(points)
-        inputs = [seen[node.name].forward_value for node in op.inputs]
+        inputs = [seen[node.name].forward_value for node in op.inputs[:2]]
     else:
-        ends = [(node.lower.double(), node.upper.double()) for node in op.inputs]
+        ends = [(node.lower.double(), node.upper.double()) for node in op.inputs[:2]]
         inputs = [low + torch.rand(400, *low.shape[1:]).round() * (high - low) for low, high in ends]
     value = op.forward(*inputs).flatten(1) @ rows.double().flatten(1).T
-    bound = sum(z.flatten(1) @ slope[1].double().flatten(1).T for z, slope in zip(inputs, slopes, strict=True))
+    bound = sum(z.flatten(1) @ slope[1].double().flatten(1).T for z, slope in zip(inputs, slopes[:2], strict=True))
     assert (value <= bound + bias.double()[:, 0]).all()
 
 

@@ -77,7 +77,7 @@ def test_scores_stay_inside_their_planes_and_get_tighter(seed):
     for node in differences(network):
         known = node.known_joint
         assert known.is_bound and all(other.known_joint is None for other in differences(plain))
-        q, keys = (source.forward_value for source in node.inputs)
+        q, keys = (source.forward_value for source in node.inputs[:2])
         q, keys = q - known.query, keys.transpose(-1, -2) - known.key
         value = torch.einsum("bhic,bhpc->bhip", q, keys[:, :, k] - keys[:, :, j])
         assert (value <= known.above).all() and (value >= known.below).all()

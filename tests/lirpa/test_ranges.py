@@ -183,3 +183,93 @@ def test_rows_that_share_their_parameters(shared):
     with torch.no_grad():
         found = model(points(x, radius)).flatten(1)
     assert (lower.flatten(1) <= found + 1e-9).all() and (found <= upper.flatten(1) + 1e-9).all()
+
+
+@pytest.mark.skipif(IS_03, reason="batches of parts are for auto_LiRPA 0.7")
+@pytest.mark.parametrize("change", ["weights", "centre"])
+@pytest.mark.parametrize("seed", range(2))
+def test_forms_of_an_earlier_state_say_nothing_of_rows_nearby(change, seed):
+    torch.manual_seed(seed)
+    model, x, radius = TwoBlocks(), torch.randn(1, N, D), 0.02
+    network = convert(model, x)
+    attn_bounds_lirpa.attach(network, max_rows=40)
+    bound(network, x, 0.002)  # many rows: forms are kept
+    if change == "weights":
+        model.first.attention.out.bias.data += torch.randn(D)
+    else:
+        x = torch.randn(1, N, D)
+    fresh, few, many = convert(model, x), torch.randn(1, 1, N, D), torch.randn(2, 3, N, D)
+    attn_bounds_lirpa.attach(fresh, max_rows=40)
+    fresh.compute_bounds(x=(region(x, radius),), C=few, method="CROWN")
+    known = {node.name: (node.lower.detach(), node.upper.detach()) for node in fresh.layers_requiring_bounds}
+    network.compute_bounds(x=(region(x, radius),), C=few, method="CROWN", interm_bounds=known)  # one row: exact
+    twice = {name: tuple(end.expand(2, *end.shape[1:]) for end in pair) for name, pair in known.items()}
+    both = region(x.expand(2, -1, -1), radius)
+    lower, upper = network.compute_bounds(x=(both,), C=many, method="CROWN", interm_bounds=twice)
+    with torch.no_grad():
+        found = torch.einsum("po,bso->pbs", model(points(x, radius)).flatten(1), many.flatten(2))
+    assert (lower <= found + 1e-9).all() and (found <= upper + 1e-9).all()
+
+
+@pytest.mark.parametrize("norm", [1, 2])
+def test_a_region_that_a_caller_changes_in_place_is_another(norm):
+    torch.manual_seed(0)
+    model, x, eps = TwoBlocks(), torch.randn(1, N, D), torch.tensor(0.001)
+    network = convert(model, x)
+    attn_bounds_lirpa.attach(network)
+    perturbation = PerturbationLpNorm(norm=norm, eps=eps)
+    network.compute_bounds(x=(BoundedTensor(x, perturbation),), C=every_output(x), method="CROWN")
+    mix = second_mix(network)
+    mix.ranges.of(mix.inputs[1], random_rows(), START, False)
+    held = mix.ranges.known[START].held
+    assert held.still(network) == (norm == 2)  # of an L1 ball nothing is kept
+    perturbation.eps.fill_(0.5)
+    assert not held.still(network)
+
+
+@pytest.mark.skipif(IS_03, reason="rows of unstable units alone are for auto_LiRPA 0.7")
+@pytest.mark.parametrize("norm", [1, 2])
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_balls_are_no_points_to_intervals(norm, as_tensor, sparse):
+    torch.manual_seed(0)
+    x, eps = torch.randn(1, N, D), 0.1
+    network = convert(Block(), x, sparse_intermediate_bounds=sparse)
+    attn_bounds_lirpa.attach(network)
+    perturbation = PerturbationLpNorm(norm=norm, eps=torch.tensor(eps) if as_tensor else eps)
+    network.compute_bounds(x=(BoundedTensor(x, perturbation),), C=every_output(x), method="CROWN")
+    relu = next(node.inputs[0] for node in network.nodes() if type(node).__name__ == "BoundRelu")
+    lower, upper = relu.lower, relu.upper
+    noise = torch.randn(2000, N, D)
+    noise = noise / noise.flatten(1).norm(p=norm, dim=1)[:, None, None]
+    network(x + eps * noise)
+    assert (lower <= relu.forward_value + 1e-9).all() and (relu.forward_value <= upper + 1e-9).all()
+
+
+def test_a_bound_within_another_is_so_at_each_end():
+    from attn_bounds_lirpa.held import bounds_within
+
+    def one(low, high, batch=1):
+        return {"node": (torch.full((batch, 1), low), torch.full((batch, 1), high))}
+
+    for more in (1, 2):  # batch elements
+        assert bounds_within(one(0.0, 1.0, more), one(-torch.inf, 1.0))
+        assert not bounds_within(one(-5.0, 1e6, more), one(-torch.inf, 1.0))
+        assert not bounds_within(one(-1e-8, 1e9, more), one(0.0, 1e9))
+        assert not bounds_within(one(torch.nan, 1.0, more), one(0.0, 1.0))
+
+
+@pytest.mark.skipif(IS_03, reason="optimised rows are for auto_LiRPA 0.7")
+def test_as_many_rows_as_outputs_and_one_token():
+    from attn_bounds_lirpa.optimise import optimised_lower_bound
+
+    for tokens in (2, 1):
+        x = torch.randn(1, tokens, D)
+        model = torch.nn.Sequential(Block(), Block())
+        network = convert(model, x)
+        attn_bounds_lirpa.attach(network)
+        best, _, first = optimised_lower_bound(network, (region(x, 0.1),), every_output(x), 0, 2)
+        assert best.shape == first.shape == (1, tokens * D)
+        with torch.no_grad():
+            found = model(x + 0.1 * torch.randn(500, tokens, D).sign()).flatten(1)
+        assert (best <= found + 1e-9).all()

@@ -42,8 +42,12 @@ def bounded(model: nn.Module, *inputs: Tensor, **options) -> BoundedModule:
     return network
 
 
+def box(z: Tensor, radius: float) -> BoundedTensor:
+    return BoundedTensor(z, PerturbationLpNorm(norm=np.inf, x_L=z - radius, x_U=z + radius))
+
+
 def assert_holds(network, model, z: Tensor, radius: float, C: Tensor, *rest: Tensor, method: str = "CROWN") -> None:
-    region = BoundedTensor(z, PerturbationLpNorm(norm=np.inf, x_L=z - radius, x_U=z + radius))
+    region = box(z, radius)
     with torch.set_grad_enabled(method == "CROWN-Optimized"):
         lower, upper = network.compute_bounds(x=(region, *rest), C=C, method=method)
     points = z + radius * torch.sign(torch.randn(500, N, D))
@@ -117,3 +121,35 @@ def test_heads_say_what_they_do_not_take(heads, scale, mask) -> None:
     layers = [nn.Linear(D, D) for _ in range(3)]
     with pytest.raises(ArgumentError):
         attn_bounds_lirpa.AttentionHeads(*layers, heads, scale, mask)
+
+
+class Learned(nn.Module):
+    """Attention whose scale and mask are parameters, behind a layer or on the input itself."""
+
+    def __init__(self, behind: bool):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(D, D), nn.ReLU()) if behind else nn.Identity()
+        self.layers = nn.ModuleList([nn.Linear(D, D) for _ in range(3)])
+        self.scale, self.mask = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(N, N))
+
+    def forward(self, z: Tensor) -> Tensor:
+        x = self.first(z)
+        q, k, v = (layer(x).reshape(-1, N, 1, D).permute(0, 2, 1, 3) for layer in self.layers)
+        mixed = torch.softmax(q.matmul(k.transpose(-1, -2)) * self.scale + self.mask, -1).matmul(v)
+        return mixed.permute(0, 2, 1, 3).reshape(-1, N, D)
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_scale_and_a_mask_that_are_learned_after_the_swap(behind: bool, pairs: bool) -> None:
+    model, z, C = Learned(behind), torch.randn(1, N, D), torch.randn(1, 3, N, D)
+    network = bounded(model, z, max_differences=2000 if pairs else 0)
+    assert_holds(network, model, z, 0.05, C)
+    for scale, mask in ((3.0, 0.0), (-2.0, 1.0), (1.0, 4.0)):
+        model.scale.data.fill_(scale)  # the network's own
+        model.mask.data.copy_(mask * torch.randn(N, N))
+        with torch.no_grad():
+            torch.testing.assert_close(network(z), model(z))
+        assert_holds(network, model, z, 0.05, C)
+        low, high = network.compute_bounds(x=(box(z, 0.05),), method="IBP")
+        assert (low <= model(z)).all() and (model(z) <= high).all()
