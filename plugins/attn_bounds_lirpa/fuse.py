@@ -85,8 +85,8 @@ def _match(network, softmax):
         if kind not in ("BoundMul", "BoundDiv", "BoundAdd"):
             return f"{kind} {node.name} between the scores and the softmax is not a scale or an added mask"
         index = _constant_operand(node)
-        one_number = index is not None and (kind == "BoundAdd" or constant_value(node.inputs[index]).numel() == 1)
-        if not one_number or (kind == "BoundDiv" and index == 0):
+        usable = index is not None and (kind == "BoundAdd" or constant_value(node.inputs[index]).numel() == 1)
+        if not usable or (kind == "BoundDiv" and index == 0):
             return f"{kind} {node.name} has no constant operand"
         steps.append((kind, node.inputs[index]))
         node = node.inputs[1 - index]
